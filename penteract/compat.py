@@ -1,0 +1,81 @@
+"""What differs between torch 2.11 and 2.13, or is private in them: the one place that knows."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renames two collectives, and its old names warn.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def as_wire(x: Tensor) -> Tensor:
+    """The same memory in a dtype that every backend carries: gloo has no float8."""
+    is_float8 = x.dtype.is_floating_point and x.element_size() == 1
+    return x.view(torch.uint8) if is_float8 else x
+
+
+def all_gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start gathering equal contiguous `x` of every rank into `out`, joined along dim 0."""
+    return _gather_into(as_wire(out), as_wire(x), group=group, async_op=True)
+
+
+def reduce_scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start summing the stacked parts `x` over the ranks, part r into `out` on rank r."""
+    return _reduce_scatter_into(out, x, group=group, async_op=True)
+
+
+def sums_are_ours(x: Tensor) -> bool:
+    """True where an all-to-all and a local sum replace the backend's reduce-scatter."""
+    return x.is_cpu
+
+
+def all_to_all_into(
+    out: Tensor,
+    x: Tensor,
+    receive_sizes: Sequence[int],
+    send_sizes: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> dist.Work:
+    """Start an uneven all-to-all over dim 0 of contiguous tensors; sizes are rows per rank."""
+    sizes = list(receive_sizes), list(send_sizes)
+    return dist.all_to_all_single(as_wire(out), as_wire(x), *sizes, group=group, async_op=True)
+
+
+def host_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where bytes from the host must lie to travel over `group`."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def outside_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, called eagerly also from a function under torch.compile, which breaks its graph there.
+
+    On 2.11 a collective inside an autograd function compiles to silently wrong gradients. Importing
+    the compiler takes seconds, so this waits until something else has imported it: nothing is
+    being compiled before.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            compiler = sys.modules.get("torch._dynamo")
+            if compiler is None:
+                return fn(*args)
+            # Else it would compile `call` itself, anew for every lambda among `args`.
+            compiler.eval_frame.skip_code(code)
+            disabled = compiler.disable(fn)
+        return disabled(*args)
+
+    code = call.__code__  # type: ignore[attr-defined]
+    return call
