@@ -1,0 +1,138 @@
+"""Looking at one step without loading it: its manifest, its faults, its contents in words."""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from penteract.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    MANIFEST_LIMIT_BYTES,
+    CheckpointError,
+    Manifest,
+    check_header_length,
+    from_json,
+    parse_header,
+)
+from penteract.checkpoint.storage import hash_file
+
+
+def read_manifest(path: Path | str) -> Manifest:
+    """The checked manifest of the step directory `path`. Raises CheckpointError."""
+    file = Path(path) / MANIFEST
+    try:
+        size = file.stat().st_size
+        if size > MANIFEST_LIMIT_BYTES:
+            raise CheckpointError(f"{file}: {size} bytes, the most is {MANIFEST_LIMIT_BYTES}")
+        text = file.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: not there: {path} is not a complete step") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    return from_json(text, str(file))
+
+
+def check_files(
+    path: Path | str, manifest: Manifest, names: Iterable[str], *, hashes: bool
+) -> list[str]:
+    """What is wrong with these files of a step, one line each; `hashes` reads them whole.
+
+    Without hashes: each is a regular file of the right length, and its header lists the keys,
+    dtypes and shapes that the manifest says. The library opens only files that passed.
+    """
+    expected: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+    for tensor in manifest.tensors.values():
+        for stored in tensor.boxes:
+            entry = DTYPES[tensor.dtype][0], stored.box.size
+            expected[stored.file][stored.key] = entry
+    faults = []
+    for name in names:
+        try:
+            _check_file(Path(path) / name, manifest, expected[name], hashes=hashes)
+        except CheckpointError as error:
+            faults.append(str(error))
+        except OSError as error:
+            faults.append(f"{Path(path) / name}: cannot be read ({error.strerror})")
+    return faults
+
+
+def _check_file(
+    file: Path,
+    manifest: Manifest,
+    expected: dict[str, tuple[str, tuple[int, ...]]],
+    *,
+    hashes: bool,
+) -> None:
+    said = manifest.files[file.name]
+    # A link could lead out of the step's directory.
+    found = file.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file}: not a regular file")
+    if found.st_size != said.bytes:
+        raise CheckpointError(
+            f"{file}: {found.st_size} bytes, the manifest says {said.bytes}: truncated or replaced"
+        )
+    with file.open("rb") as opened:
+        length = check_header_length(opened.read(8), said.bytes, str(file))
+        entries = parse_header(opened.read(length), said.bytes - 8 - length, str(file))
+    if entries != expected:
+        names = sorted(expected.keys() | entries.keys())
+        differ = next(name for name in names if expected.get(name) != entries.get(name))
+        raise CheckpointError(
+            f"{file}: key {differ!r} is {entries.get(differ)}, "
+            f"the manifest says {expected.get(differ)}"
+        )
+    digest = hash_file(file) if hashes else said.xxh3
+    if digest != said.xxh3:
+        raise CheckpointError(
+            f"{file}: its content has changed since it was saved: "
+            f"xxh3 {digest}, the manifest says {said.xxh3}"
+        )
+
+
+def verify(path: Path | str, *, hashes: bool = True) -> list[str]:
+    """Every fault of the step directory `path`, one line each; none: it can be loaded."""
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    faults = check_files(path, manifest, sorted(manifest.files), hashes=hashes)
+    if path.name.startswith("step-") and path.name.removeprefix("step-").isdecimal():
+        named = int(path.name.removeprefix("step-"))
+        if named != manifest.step:
+            faults.append(f"{path}: the manifest is of step {manifest.step}")
+    return faults
+
+
+def inspect(path: Path | str) -> list[str]:
+    """The step directory `path` in words, for people: totals, layout, tensors, files."""
+    manifest = read_manifest(path)
+    elements = sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
+    tensor_bytes = sum(tensor.bytes for tensor in manifest.tensors.values())
+    lines = [
+        f"step {manifest.step}: {len(manifest.tensors)} tensors, {elements} elements, "
+        f"{tensor_bytes} bytes in {len(manifest.files)} files",
+        "layout: " + (_pairs(manifest.layout) or "not said"),
+        "state: " + (_pairs(manifest.state) or "none"),
+        "tensors:",
+    ]
+    width = max((len(name) for name in manifest.tensors), default=0)
+    for name, tensor in manifest.tensors.items():
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        where = sorted({stored.file for stored in tensor.boxes})
+        places = where[0] if len(where) == 1 else f"{len(tensor.boxes)} boxes, {len(where)} files"
+        lines.append(f"  {name:{width}}  {shape}  {tensor.dtype}  {tensor.bytes} bytes  {places}")
+    lines.append("files:")
+    for name, file in manifest.files.items():
+        lines.append(f"  {name}  {file.bytes} bytes  xxh3 {file.xxh3}")
+    return lines
+
+
+def _pairs(values: dict[str, object]) -> str:
+    # A manifest is anybody's text: `ascii` keeps control characters off the terminal.
+    return " ".join(ascii(f"{key}={value}")[1:-1] for key, value in sorted(values.items()))

@@ -1,0 +1,51 @@
+"""A model on one process from a checkpoint, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penteract.checkpoint.examine import read_manifest
+from penteract.checkpoint.io import load
+from penteract.checkpoint.plan import Shard
+from penteract.config import Config, from_dict
+from penteract.families import model_spec
+from penteract.mesh import single
+from penteract.nn.model import Stage
+from penteract.parallel.parameters import declared_parameters
+from penteract.placement import Placement
+
+# Tensors of a run that are not its weights stand under these prefixes.
+STATE_PREFIXES = ("master/", "exp_avg/", "exp_avg_sq/")
+
+
+def boxes(prefix: str, placement: Placement, stored: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+    """A stored tensor as boxes of logical tensors, each with its view of the values."""
+    dtype = str(stored.dtype).removeprefix("torch.")
+    for fragment in placement.fragments():
+        view = stored[fragment.local.slices()].view(fragment.box.size)
+        yield Shard(prefix + fragment.tensor, fragment.shape, dtype, fragment.box), view
+
+
+def load_model(
+    path: Path, *, device: torch.device | str = "cpu"
+) -> tuple[Stage, Config, dict[str, Any]]:
+    """The whole model saved at step directory `path`, its configuration and its saved state."""
+    manifest = read_manifest(path)
+    config = from_dict(manifest.config)
+    model = Stage(model_spec(config.model), single("tp"), dtype=getattr(torch, config.train.dtype))
+    load(path, _allocate(model, device), skip=STATE_PREFIXES)
+    return model.eval(), config, manifest.state
+
+
+def _allocate(model: nn.Module, device: torch.device | str) -> list[tuple[Shard, Tensor]]:
+    wanted: list[tuple[Shard, Tensor]] = []
+    for entry in declared_parameters(model):
+        shape, dtype = entry.placement.shape, entry.parameter.dtype
+        entry.replace(torch.empty(shape, dtype=dtype, device=device))
+        wanted += boxes("", entry.placement, entry.parameter.detach())
+    return wanted

@@ -1,0 +1,171 @@
+"""The directory that holds the steps of a run: which are there, which is good, which may go.
+
+    step-00001000/                  complete: it was renamed into place as a whole
+    latest                          text: the name of the newest step; a help for people and tools
+    .tmp-step-00001000-<nonce>/     a save that is running, or died
+    .old-step-00001000-<nonce>/     a step that is being replaced by the same step saved again
+    .lock                           held by the one writer
+
+Steps are ordered by number, never by time: clocks go backwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from pathlib import Path
+
+from penteract.checkpoint.examine import verify
+from penteract.checkpoint.format import MANIFEST, CheckpointError
+from penteract.checkpoint.storage import Files, HashedFile
+
+log = logging.getLogger(__name__)
+
+LATEST = "latest"
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_OLD = re.compile(r"\.old-(step-[0-9]{8,18})-[0-9a-f]+")
+_LEFTOVER = re.compile(r"\.tmp-step-[0-9]{8,18}-[0-9a-f]+|\.latest-[0-9a-f]+")
+
+
+def step_name(step: int) -> str:
+    """The directory's name of step number `step`."""
+    return f"step-{step:08d}"
+
+
+def steps(directory: Path | str) -> list[tuple[int, Path]]:
+    """(number, path) of the steps in `directory`, by number; complete or not is not asked.
+
+    A step that a killed writer had moved aside, and whose successor did not get its place, counts.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    found: dict[str, Path] = {}
+    for path in sorted(directory.iterdir(), reverse=True):  # "step-" after ".old-": it comes first
+        aside = _OLD.fullmatch(path.name)
+        found.setdefault(aside[1] if aside else path.name, path)
+    numbered = {name: int(match[1]) for name in found if (match := _STEP.fullmatch(name))}
+    return sorted((n, found[name]) for name, n in numbered.items() if name == step_name(n))
+
+
+def latest_good(
+    directory: Path | str, *, fall_back: bool = False, hashes: bool = False
+) -> Path | None:
+    """The newest step of `directory` that can be loaded, or None where no step was ever saved.
+
+    A step without a manifest was never finished and is passed over. A damaged one raises
+    CheckpointError naming the damaged file; with `fall_back` it is logged and the next older one
+    is tried, and the error comes only where none is good. `hashes` reads every file whole.
+    """
+    damaged: list[str] = []
+    for number, path in reversed(steps(directory)):
+        if not (path / MANIFEST).exists():
+            log.warning("%s: passed over: it has no manifest, its save never finished", path)
+            continue
+        faults = verify(path, hashes=hashes)
+        if not faults:
+            return path
+        damaged.append(f"step {number} is damaged: " + "; ".join(faults))
+        if not fall_back:
+            raise CheckpointError(damaged[0] + ". Falling back to an older step was not asked for")
+        log.warning("%s", damaged[-1])
+    if damaged:
+        raise CheckpointError(f"{directory}: no good step is left:\n" + "\n".join(damaged))
+    return None
+
+
+def find_step(path: Path | str) -> Path:
+    """`path` if it is a step, else the newest good step in it. Raises CheckpointError."""
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return path
+    found = latest_good(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path}: neither a step (with a {MANIFEST}) nor a directory of steps"
+        )
+    return found
+
+
+def pointed(directory: Path | str) -> Path | None:
+    """The step that `latest` names; None where there is no such file or it is out of date."""
+    directory = Path(directory)
+    try:
+        name = (directory / LATEST).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    path = directory / name
+    return path if _STEP.fullmatch(name) and path.is_dir() else None
+
+
+def tidy(directory: Path, files: Files) -> None:
+    """Clear away what dead writers left, with a log line each. Only the holder of the lock may.
+
+    A step that had been moved aside goes back to its place, unless its successor is there.
+    """
+    for path in sorted(directory.iterdir()):
+        aside = _OLD.fullmatch(path.name)
+        if aside and not (directory / aside[1]).exists():
+            log.warning("%s: moved back, the save that was to replace it did not finish", path)
+            files.rename(path, directory / aside[1])
+            files.sync_directory(directory)
+        elif aside or _LEFTOVER.fullmatch(path.name):
+            log.warning("%s: removed, left by a save that did not finish", path)
+            files.remove(path)
+
+
+def publish(directory: Path, temporary: Path, step: int, files: Files) -> Path:
+    """Give a complete temporary directory its name, atomically, and point `latest` to it.
+
+    A step of that number that is there already is moved aside first and removed last, so that at
+    every moment the old or the new one is whole.
+    """
+    target = directory / step_name(step)
+    nonce = temporary.name.rpartition("-")[2]
+    aside = directory / f".old-{target.name}-{nonce}"
+    replacing = target.exists()
+    if replacing:
+        files.rename(target, aside)
+    files.rename(temporary, target)
+    files.sync_directory(directory)
+    pointer = directory / f".latest-{nonce}"
+    with HashedFile(pointer, files) as out:
+        out.write(f"{target.name}\n".encode())
+        out.finish()
+    files.rename(pointer, directory / LATEST)
+    files.sync_directory(directory)
+    if replacing:
+        files.remove(aside)
+    return target
+
+
+def retain(directory: Path | str, keep: int | None, *, files: Files | None = None) -> list[Path]:
+    """Remove steps older than the newest `keep` good ones (None keeps all); what was removed.
+
+    Damaged and unfinished steps do not count, so the newest good one always stays; so does the
+    one that `latest` names. Only the holder of the lock may call this.
+    """
+    if keep is None:
+        return []
+    if keep < 1:
+        raise CheckpointError(f"cannot keep {keep} steps: keep at least 1, or leave keep out")
+    directory, files = Path(directory), files or Files()
+    older = steps(directory)
+    good = 0
+    while older and good < keep:
+        _, path = older.pop()
+        good += not verify(path, hashes=False)
+    removed = []
+    for number, path in older:
+        if path == pointed(directory):
+            continue
+        # Renamed first: a removal that is cut short must not leave half a step under its name.
+        gone = directory / f".tmp-{step_name(number)}-{secrets.token_hex(4)}"
+        try:
+            files.rename(path, gone)
+            files.remove(gone)
+            removed.append(path)
+        except OSError as error:
+            log.warning("%s: could not be removed (%s)", path, error.strerror)
+    return removed

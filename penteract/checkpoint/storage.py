@@ -1,0 +1,130 @@
+"""Every operation on storage that writing a checkpoint makes, in one object, and the lock.
+
+The object exists so that a test can fail or kill a save at each of its operations in turn.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import xxhash
+
+from penteract.checkpoint.format import CheckpointError, StoredFile
+
+
+class Files:
+    """The real file system."""
+
+    def make_directory(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> BinaryIO:
+        """A new file, unbuffered: what a write returned from is in the kernel's hands."""
+        return path.open("xb", buffering=0)
+
+    def write(self, file: BinaryIO, data: memoryview) -> None:
+        while data:  # one call may take only a part
+            data = data[file.write(data) :]
+
+    def sync(self, file: BinaryIO) -> None:
+        os.fsync(file.fileno())
+
+    def sync_directory(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems keep directories in order by themselves and refuse this.
+            if error.errno != errno.EINVAL:
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; a file at `target` is replaced."""
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        """A file, or a directory with all that is in it."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+class HashedFile:
+    """A new file whose hash is made while it is written."""
+
+    def __init__(self, path: Path, files: Files) -> None:
+        self._files = files
+        self._file = files.create(path)
+        self._hash = xxhash.xxh3_128()
+        self._bytes = 0
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._bytes += view.nbytes
+        self._files.write(self._file, view)
+
+    def finish(self) -> StoredFile:
+        """Bring the file to the disk; its length and hash."""
+        self._files.sync(self._file)
+        return StoredFile(self._bytes, self._hash.hexdigest())
+
+
+def hash_file(path: Path, bucket_bytes: int = 1 << 22) -> str:
+    """xxh3 of 128 bits over a whole file, in hexadecimal; memory of one bucket."""
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(bucket_bytes))
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(buffer):
+            digest.update(buffer[:read])
+    return digest.hexdigest()
+
+
+@contextmanager
+def lock(directory: Path | str) -> Iterator[None]:
+    """Hold `directory` as its one writer; a run holds it on one rank for as long as it may save.
+
+    The lock belongs to the process (and to children it forks) and goes when they end, however
+    they end. Raises CheckpointError naming the holder where another process has it.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ".lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            raise CheckpointError(
+                f"{directory}: another run writes checkpoints here ({holder or 'unknown'}): "
+                "stop it, or choose another directory"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
