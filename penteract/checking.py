@@ -18,26 +18,24 @@ How types move through torch's operations, axis by axis:
 An I that needs no gradient (a mask, a count) is an R as well. A tensor without a type (a constant
 made here, an input) fits everything but a sum with P; `declare` gives it one. Contractions over a
 split dim give P, which shapes do not show: `declare(y, axis, P)` says so, and a forgotten one is
-found by the collective that follows. Backward from R is refused: every rank would count its loss.
+found by the collective that follows. A declaration turns S or R into P, and R into S (a slice by
+hand); it cannot undo what else is known. Backward from R is refused: every rank would count its
+loss.
 
 Gradients: if the forward is typed correctly, then so is every gradient, since each rule's transpose
 maps dual types to dual types (S↔S, R↔P, I↔I). So a parameter seeded with its declared type, and
 used where the rules let it, has a gradient of the dual type: S for S, P for R (still to be summed),
 I for I. `typed(parameter.grad)` tells it. Nothing needs to be looked at in the backward itself.
 
-A mode does not see `SomeFunction.apply`. A fused operation is a public function that begins
-
-    if has_torch_function_unary(x):
-        return handle_torch_function(rms_norm, (x,), x, weight, eps)
-
-which costs tens of nanoseconds without the mode, and is then one operation under the rules above.
-If it also communicates, its first two arguments are (x, axis) and `fused` gives its types.
+A mode does not see an autograd function, unless it is a `collectives.Operation`: that is one
+operation under the rules above, or under its own `takes` and `gives`, checked before it computes.
+`parallel.parameters.parameter_kinds` gives the seeds of a model; docs/checking.md is a guide.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -47,7 +45,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penteract import collectives as c
-from penteract.collectives import I, Kind, P, R, S
+from penteract.collectives import I, Kind, Operation, P, R, S
+from penteract.mesh import Axis
 
 Seeds = Mapping[str, tuple[Tensor, Mapping[str, Kind]]]
 
@@ -64,7 +63,7 @@ _CALLS: Mapping[Callable[..., Any], tuple[str, str]] = MappingProxyType(
         c.shift: ("S", "S"),
     }
 )
-# How to come from what was found to what the refused call would have given.
+# How to come from what was found to what the refused call would have given, or wanted.
 _INSTEAD: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("I", "R"): "call replicate(x, axis)",
@@ -74,10 +73,17 @@ _INSTEAD: Mapping[tuple[str, str], str] = MappingProxyType(
         ("P", "I"): "call all_reduce(x, axis)",
         ("P", "S"): "call reduce_scatter(x, axis, dim)",
         ("P", "R"): "call replicate(all_reduce(x, axis), axis)",
+        ("S", "S"): "split it along the other dim",
+        ("I", "P"): "call replicate(x, axis) before the sum is divided over the ranks",
+        ("S", "P"): "declare(x, axis, P) if it is a partial sum",
+        ("R", "P"): "declare(x, axis, P) if it is a partial sum",
         ("R", "I"): "R cannot become I: use the value before its replicate or all_gather",
         ("R", "S"): "a slice by hand has right gradients; or split the value before its replicate",
     }
 )
+
+# What `declare` may make of a type: a contraction over a split dim, a slice by hand.
+_BECOMES: Mapping[str, str] = MappingProxyType({"S": "PS", "R": "PS", "I": "", "P": ""})
 
 
 def _words(text: str) -> frozenset[str]:
@@ -122,21 +128,14 @@ def typed(x: Tensor) -> dict[str, Kind]:
 class checking(TorchFunctionMode):
     """`with checking():` types are carried and checked.
 
-    `parameters` seeds them: name -> (tensor, {axis name: Kind}); names appear in messages, and a
-    `declare` that contradicts a seed is refused. `fused` gives what public functions f(x, axis, …)
-    with communication inside take and give, such as {f: ("I", "S")}.
+    `parameters` seeds them: name -> (tensor, {axis name: Kind}); names appear in messages, and no
+    `declare` may contradict a seed.
     """
 
-    def __init__(
-        self,
-        parameters: Seeds | None = None,
-        *,
-        fused: Mapping[Callable[..., Any], tuple[str, str]] | None = None,
-    ) -> None:
+    def __init__(self, parameters: Seeds | None = None) -> None:
         super().__init__()
         self._kinds = WeakTensorKeyDictionary()
         self._names = WeakTensorKeyDictionary()
-        self._calls = {**_CALLS, **(fused or {})}
         for name, (tensor, kinds) in (parameters or {}).items():
             self._names[tensor] = name
             self._kinds[tensor] = {axis: _normal(kind, tensor) for axis, kind in kinds.items()}
@@ -149,8 +148,11 @@ class checking(TorchFunctionMode):
             return dict(self._of(args[0]))
         if func is c.declare:
             return self._declare(*args)
-        if func in self._calls:
+        if func in _CALLS:
             return self._collective(func, args, kwargs)
+        owner = getattr(func, "__self__", None)
+        if isinstance(owner, type) and issubclass(owner, Operation):
+            return self._operation(owner, args)
         name = _name(func)
         if func in _ROOTS:
             self._check_roots(args[0])
@@ -166,8 +168,7 @@ class checking(TorchFunctionMode):
                     self._kinds[gradient] = {a: _dual(kind) for a, kind in self._of(source).items()}
             return result
         inputs = list(_tensors(args[:1] if name in _LIKE else (args, kwargs)))
-        found = {axis for x in inputs for axis in self._of(x)}
-        kinds = {axis: self._combined(axis, name, inputs, args, kwargs) for axis in sorted(found)}
+        kinds = self._derived(name, inputs, args, kwargs)
         for output in outputs:
             self._kinds[output] = {
                 axis: S(self._kept_dim(axis, name, inputs, output)) if kind == S() else kind
@@ -185,11 +186,17 @@ class checking(TorchFunctionMode):
     def _declare(self, x: Tensor, axis: Any, kind: Kind) -> Tensor:
         kind = _normal(kind, x)
         for name in axis.name.split("-"):
-            before = self._of(x).get(name)
-            if x in self._names and before not in (None, kind):
+            before = self._of(x).get(name, kind)
+            fits = _agree(before, kind)
+            if x in self._names and not fits:
                 raise KindError(
                     f"declare over {name!r}: parameter {self._names[x]!r} is {before} by its "
                     f"placement, not {kind}"
+                )
+            if not fits and kind.letter not in _BECOMES[before.letter]:
+                raise KindError(
+                    f"declare over {name!r}: {self._describe(x, name)} cannot become {kind} by "
+                    f"that; instead {_INSTEAD[before.letter, kind.letter]}"
                 )
             self._kinds[x] = {**self._of(x), name: kind}
         return x
@@ -201,7 +208,7 @@ class checking(TorchFunctionMode):
         x, axis = list(bound.arguments.values())[:2]
         dim = bound.arguments.get("dim")
         dim = dim if dim is None else dim % x.ndim
-        takes, gives = self._calls[func]
+        takes, gives = _CALLS[func]
         kinds = dict(self._of(x))
         for name in axis.name.split("-"):
             found = kinds.get(name)
@@ -224,6 +231,31 @@ class checking(TorchFunctionMode):
         self._kinds[result] = kinds
         return result
 
+    def _operation(self, operation: type[Operation], args: tuple[Any, ...]) -> Any:
+        """Check the inputs before it computes or sends, then give the results their types."""
+        name, takes, gives = operation.__name__.strip("_"), operation.takes, operation.gives
+        tensors = list(_tensors(args))
+        own: dict[str, Kind] = {}
+        if takes:
+            axis = next((x for x in args if isinstance(x, Axis)), None)
+            assert axis is not None, f"{name} has `takes`, but no Axis among its arguments"
+            assert gives is not None, f"{name} has `takes`, but no `gives`"
+            own = dict.fromkeys(axis.name.split("-"), gives)
+        for axis_name in own:
+            for x, kind in zip(tensors, takes, strict=False):  # what is left takes what it gets
+                found = self._of(x).get(axis_name, kind)
+                if not _agree(found, kind):
+                    raise KindError(
+                        f"{name} over {axis_name!r} takes {' and '.join(map(str, takes))} and "
+                        f"gives {gives}, but found {self._describe(x, axis_name)} for the {kind}; "
+                        f"instead {_INSTEAD[found.letter, kind.letter]}"
+                    )
+        kinds = {**self._derived(name, tensors, args, {}, but=own), **own}
+        result = operation.apply(*args)
+        for output in _tensors(result):
+            self._kinds[output] = dict(kinds)
+        return result
+
     def _check_roots(self, roots: Any) -> None:
         for root in _tensors(roots):
             for axis, kind in self._of(root).items():
@@ -232,6 +264,13 @@ class checking(TorchFunctionMode):
                         f"backward over {axis!r} from {self._describe(root, axis)}: every rank "
                         f"would count it once; start from the I or P that it stands for"
                     )
+
+    def _derived(
+        self, name: str, inputs: list[Tensor], args: Any, kwargs: Any, but: Collection[str] = ()
+    ) -> dict[str, Kind]:
+        """The result's types over all axes `but` some, an S without its dim."""
+        found = sorted({axis for x in inputs for axis in self._of(x)}.difference(but))
+        return {axis: self._combined(axis, name, inputs, args, kwargs) for axis in found}
 
     def _combined(self, axis: str, name: str, inputs: list[Tensor], args: Any, kwargs: Any) -> Kind:
         """The result's type over `axis`, an S without its dim; KindError where there is none."""
@@ -309,6 +348,11 @@ def _normal(kind: Kind, x: Tensor) -> Kind:
     if not -x.ndim <= kind.dim < x.ndim:
         raise ValueError(f"{kind} names a dim that a tensor of shape {list(x.shape)} does not have")
     return Kind(kind.letter, kind.dim % x.ndim)
+
+
+def _agree(a: Kind, b: Kind) -> bool:
+    """Whether they are one type, as far as the dims are known."""
+    return a.letter == b.letter and (a.dim == b.dim or None in (a.dim, b.dim))
 
 
 def _name(func: Any) -> str:

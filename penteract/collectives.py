@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ from penteract.wire import (
 __all__ = [
     "I",
     "Kind",
+    "Operation",
     "P",
     "Pending",
     "R",
@@ -109,6 +110,23 @@ def declare(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
     if has_torch_function_unary(x):
         return handle_torch_function(declare, (x,), x, axis, kind)
     return x
+
+
+class Operation(torch.autograd.Function):
+    """An autograd function that `checking()` sees as one call, as it sees those of torch.
+
+    One that communicates has the `Axis` among its arguments. Over it its tensors, in order, must be
+    what `takes` says and its result is what `gives` says; no rule could derive that.
+    """
+
+    takes: ClassVar[tuple[Kind, ...]] = ()
+    gives: ClassVar[Kind | None] = None
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if has_torch_function_unary(args[0]):
+            return handle_torch_function(cls.apply, args[:1], *args)
+        return super().apply(*args)
 
 
 class _Pair(torch.autograd.Function):

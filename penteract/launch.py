@@ -248,7 +248,8 @@ def start_local(
         with _handling(stop):
             failures = agent.run().failures
     # A rank listens for signals from its first moments on; what dies before has nothing to save.
-    if all(failure.exitcode == -stop.number for failure in failures.values()):
+    early = {-stop.number, 128 + stop.number, -signal.SIGTERM} if stop.number else set()
+    if all(failure.exitcode in early for failure in failures.values()):
         return 0
     if stop.end_reason:
         print(stop.end_reason, file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from penteract.checking import KindError, checking, typed
 from penteract.collectives import (
     I,
+    Operation,
     P,
     R,
     S,
@@ -126,7 +127,7 @@ def test_gradients_have_dual_types() -> None:
     with checking():
         for kind, dual in ((S(1), S(1)), (R, P), (I, I)):
             x = value(kind)
-            loss = declare(x.sum(), TP, I)
+            loss = x.sum() if kind == I else all_reduce(declare(x.sum(), TP, P), TP)
             unused = value(I)
             grads = torch.autograd.grad(loss, [x, unused], allow_unused=True, retain_graph=True)
             assert kind_of(grads[0]) == dual
@@ -247,39 +248,79 @@ def test_a_declaration_against_the_seed_is_refused() -> None:
             declare(weight, TP, R)
 
 
-class _Double(torch.autograd.Function):
+def test_a_declaration_cannot_undo_what_is_known() -> None:
+    with checking():
+        for kind, other in ((S(0), P), (S(), S(1)), (R, P), (R, S(0)), (P, P)):
+            assert kind_of(declare(value(kind), TP, other)) == other
+        for kind, other in ((I, P), (I, R), (I, S(0)), (R, I), (S(0), I), (S(0), R), (P, I)):
+            with pytest.raises(KindError, match=f"declare over 'tp': {kind.letter}.*cannot become"):
+                declare(value(kind), TP, other)
+
+
+class _Scaled(Operation):
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        # In place: under the rules alone a sum of an I and nothing else, opaque to the mode here.
-        return x.clone().mul_(2)
+    def forward(ctx, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
 
     @staticmethod
-    def backward(ctx, g: Tensor) -> Tensor:
-        return g * 2
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return g * scale, g * x
 
 
-def double(x: Tensor, scale: Tensor) -> Tensor:
+class _Columns(Operation):
+    """The local columns of a whole x, and their sum over all ranks."""
+
+    takes, gives = (R, S(0)), I
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, axis: Axis, count: list[int]) -> Tensor:
+        count.append(1)
+        return (x @ weight.T).sum()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> None:
+        raise NotImplementedError
+
+
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
     if has_torch_function_unary(x):
-        return handle_torch_function(double, (x,), x, scale)
-    return _Double.apply(x) * scale
+        return handle_torch_function(scaled, (x,), x, scale)
+    return _Scaled.apply(x, scale)
 
 
-def column(x: Tensor, axis: Axis, weight: Tensor) -> Tensor:
-    if has_torch_function_unary(x):
-        return handle_torch_function(column, (x,), x, axis, weight)
-    return F.linear(replicate(x, axis), weight)
+@pytest.mark.parametrize(("call", "name"), [(_Scaled.apply, "Scaled"), (scaled, r".*\.scaled")])
+def test_an_operation_is_one_call_under_the_rules(call, name: str) -> None:
+    with checking():
+        assert kind_of(call(value(S(0)), value(R))).letter == "S"
+        assert kind_of(call(torch.ones(4, 6), value(I))) == I
+        with pytest.raises(KindError, match=f"^{name} over 'tp' mixes I"):
+            call(value(I), value(R))
+        with pytest.raises(KindError, match=f"^{name} over 'tp' is not linear"):
+            call(value(P), value(R))
+        x = value(I)
+        call(x, value(I)).sum().backward()
+        assert kind_of(x.grad) == I
 
 
-def test_fused_operations() -> None:
-    with checking(fused={column: ("I", "S")}):
-        assert kind_of(double(value(S(0)), value(R))) == S(0)
-        with pytest.raises(KindError, match=r"\.double over 'tp' mixes I"):
-            double(value(I), value(R))
-        with pytest.raises(KindError, match=r"\.double over 'tp' is not linear"):
-            double(value(P), value(R))
-        assert kind_of(column(value(I), TP, value(S(0), 8, 6))) == S()
-        with pytest.raises(KindError, match="column over 'tp' takes I and gives S, but found R"):
-            column(value(R), TP, value(S(0), 8, 6))
+def test_an_operation_that_communicates_has_types_of_its_own() -> None:
+    count: list[int] = []
+    with checking():
+        x = declare(value(R), single("dp"), S(0))
+        result = _Columns.apply(x, value(S(0)), TP, count)
+        assert typed(result) == {"tp": I, "dp": S()}
+        assert kind_of(_Columns.apply(torch.ones(4, 6), torch.ones(4, 6), TP, count)) == I
+        for arguments, found in (
+            ((value(I), value(S(0))), r"found I \[4, 6\] for the R; instead call replicate"),
+            ((value(R), value(R)), r"found R \[4, 6\] for the S\(0\); instead a slice by hand"),
+            ((value(R), value(S(1))), r"found S\(1\) \[4, 6\] for the S\(0\)"),
+        ):
+            with pytest.raises(KindError, match=rf"^Columns over 'tp' takes R and S\(0\).*{found}"):
+                _Columns.apply(*arguments, TP, count)
+        with pytest.raises(KindError, match="Columns over 'dp' mixes I"):
+            _Columns.apply(x, declare(value(S(0)), single("dp"), I), TP, count)
+    assert len(count) == 2  # a refused one has not computed anything
 
 
 def test_nothing_is_carried_outside_the_mode() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from penteract.checkpoint.examine import read_manifest
 from penteract.checkpoint.io import load
 from penteract.checkpoint.plan import Shard
-from penteract.config import Config, from_dict
+from penteract.config import Config
+from penteract.config_file import from_dict
 from penteract.families import model_spec
 from penteract.mesh import single
 from penteract.nn.model import Stage

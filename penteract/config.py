@@ -1,0 +1,302 @@
+"""The configuration: one tree of frozen dataclasses, and every rule that joins its keys.
+
+The docstring below a key is its help text. `penteract/config_file.py` reads and writes TOML; the
+rules of the layout alone are in `penteract/layout_rules.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from penteract.layout_rules import check_layout, divisors
+
+
+class ConfigError(ValueError):
+    """The user's configuration is wrong; the message says what, why, and what works."""
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("should be a number, not true or false")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_bool), Field(gt=0, lt=2**53)]
+Natural = Annotated[int, BeforeValidator(_not_bool), Field(ge=0, lt=2**53)]
+Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
+Positive = Annotated[Real, Field(gt=0)]
+Fraction = Annotated[Real, Field(ge=0, lt=1)]
+
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ModelConfig:
+    """Sizes and options of the model."""
+
+    family: Literal["llama", "gpt2"] = "llama"
+    """Whose structure: llama (RMSNorm, RoPE, SwiGLU) or gpt2 (LayerNorm, positions, GELU)."""
+    layers: Count
+    """Transformer blocks."""
+    hidden: Count
+    """Width of the residual stream."""
+    ffn: Count
+    """Width of the feed-forward layer."""
+    heads: Count
+    """Query heads."""
+    kv_heads: Count | None = None
+    """Key/value heads; as many as heads unless given."""
+    head_size: Count | None = None
+    """Width of a head; hidden / heads unless given."""
+    vocab: Count | None = None
+    """Vocabulary; the tokenizer's unless given."""
+    norm_eps: Positive = 1e-5
+    """Added to the variance in every norm."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary frequencies."""
+    max_positions: Count | None = None
+    """Learned positions (gpt2); data.seq unless given."""
+    tied: bool = False
+    """Embedding and head share one weight."""
+    qk_norm: bool = False
+    """RMSNorm over each query and key head."""
+    bias: bool | None = None
+    """Biases in linear layers; the family's habit unless given."""
+    dropout: Fraction = 0.0
+    """Dropout on the embedding and on each block's two outputs."""
+    init_std: Positive = 0.02
+    """Standard deviation of initial weights; output projections divide it by sqrt(2 layers)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ParallelConfig:
+    """Sizes of the mesh; data parallelism takes what is left of the world."""
+
+    tp: Count = 1
+    """Tensor-parallel size."""
+    cp: Count = 1
+    """Context-parallel size."""
+    pp: Count = 1
+    """Pipeline-parallel size."""
+    ep: Count = 1
+    """Expert-parallel size."""
+    etp: Count | None = None
+    """Expert-tensor-parallel size; tp unless given."""
+    order: str = "tp-cp-ep-dp-pp"
+    """Axes, fastest-varying first."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class SourceConfig:
+    """One token file of a blend."""
+
+    prefix: str
+    """Path without .bin/.idx, relative to the TOML file."""
+    weight: Positive | None = None
+    """Share of the samples, relative to the others' weights; by size where no source has one."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DataConfig:
+    """Token files and how samples are cut from them."""
+
+    train: tuple[str | SourceConfig, ...] = ()
+    """Token-file prefixes to train on, each a string or {prefix, weight}."""
+    valid: tuple[str | SourceConfig, ...] = ()
+    """Token-file prefixes to evaluate on; each is a validation set of its own."""
+    valid_fraction: Fraction = 0.0
+    """Held-out tail of each training file, used where data.valid is empty."""
+    seq: Count = 1024
+    """Tokens in a sequence."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a Hugging Face tokenizer.json, relative to the TOML file."""
+    seed: Natural = 0
+    """Seed of the sample order."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    lr: Positive = 3e-4
+    """Peak learning rate."""
+    min_lr: Annotated[Real, Field(ge=0)] = 0.0
+    """Learning rate after decay."""
+    warmup: Natural = 0
+    """Steps of linear warm-up."""
+    decay: Count | None = None
+    """The step at which decay ends; train.steps unless given."""
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "wsd"] = "cosine"
+    """Shape after warm-up; wsd is warm-up, stable, then a linear cool-down."""
+    cooldown: Count | None = None
+    """Steps of the cool-down of wsd; a tenth of decay unless given."""
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.1
+    """Decay of weight matrices and embeddings; norms and biases never decay."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Adam's averaging factors."""
+    eps: Positive = 1e-8
+    """Adam's epsilon."""
+    clip: Annotated[Real, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TrainConfig:
+    """Length, batch, precision."""
+
+    steps: Natural
+    """Updates in the whole run."""
+    global_batch: Count = 8
+    """Sequences an update, over all ranks."""
+    micro_batch: Count = 1
+    """Sequences a data rank and forward."""
+    ramp: tuple[tuple[Count, Count], ...] = ()
+    """Smaller batches at the start: [[100, 8], [300, 16]] is 8 through step 100, 16 through 300."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of weights and activations; bfloat16 keeps float32 masters."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes CUDA where it is."""
+    seed: Natural = 0
+    """Seed of initial weights and dropout."""
+    eval_every: Natural = 0
+    """Steps between evaluations; 0: only after the last step."""
+    eval_steps: Natural = 8
+    """Global batches an evaluation takes from each validation set."""
+    max_minutes: Positive | None = None
+    """Save and stop, with exit code 0, after so many minutes."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class CheckpointConfig:
+    """Where and when the run is saved."""
+
+    dir: str | None = None
+    """Folder of checkpoints; log.dir/checkpoints unless given."""
+    every: Natural = 0
+    """Steps between checkpoints; the last step is always saved."""
+    keep: Count | None = None
+    """Keep the newest N; all unless given."""
+    load: str | None = None
+    """Start a fresh run from this checkpoint's weights."""
+    load_state: bool = False
+    """With checkpoint.load: its moments, step and data cursor too."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LogConfig:
+    """What a run writes about itself."""
+
+    dir: str = "runs/default"
+    """Folder of the run's files."""
+    every: Count = 10
+    """Steps between lines on the terminal."""
+    tensorboard: bool = False
+    """Write TensorBoard event files as well."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Config:
+    """The whole configuration of a run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+
+def resolve(config: Config) -> Config:
+    """Fill in defaults that depend on other keys; check every rule that needs no world size."""
+    model, optim = config.model, config.optim
+    if model.head_size is None and model.hidden % model.heads:
+        raise ConfigError(
+            f"model.hidden = {model.hidden} is no multiple of model.heads = {model.heads}: give "
+            f"model.head_size, or hidden = {_nearest_multiples(model.hidden, model.heads)}"
+        )
+    head_size = model.head_size or model.hidden // model.heads
+    kv_heads = model.kv_heads or model.heads
+    if model.heads % kv_heads:
+        raise ConfigError(
+            f"model.heads = {model.heads} is no multiple of model.kv_heads = {kv_heads}: each "
+            f"key/value head serves equally many query heads; kv_heads that work: "
+            f"{', '.join(map(str, divisors(model.heads)))}"
+        )
+    if model.family == "llama" and head_size % 2:
+        raise ConfigError(
+            f"model.head_size = {head_size}: rotary positions need an even size; nearest: "
+            f"model.head_size = {_nearest_multiples(head_size, 2)}"
+        )
+    max_positions = model.max_positions or config.data.seq
+    if model.family == "gpt2" and config.data.seq > max_positions:
+        raise ConfigError(
+            f"data.seq = {config.data.seq} is longer than model.max_positions = {max_positions}"
+        )
+    if optim.min_lr > optim.lr:
+        raise ConfigError(f"optim.min_lr = {optim.min_lr} is above optim.lr = {optim.lr}")
+    decay = optim.decay or max(config.train.steps, 1)
+    if optim.schedule in ("cosine", "linear", "wsd") and optim.warmup > decay:
+        raise ConfigError(
+            f"optim.warmup = {optim.warmup} is longer than optim.decay = {decay} (train.steps "
+            "unless given)"
+        )
+    cooldown = optim.cooldown or max(1, decay // 10)
+    if optim.schedule == "wsd" and optim.warmup + cooldown > decay:
+        raise ConfigError(
+            f"optim.warmup + optim.cooldown = {optim.warmup} + {cooldown} is longer than "
+            f"optim.decay = {decay}"
+        )
+    ends = [until for until, _ in config.train.ramp]
+    if ends != sorted(set(ends)):
+        raise ConfigError(f"train.ramp: steps must rise, got {ends}")
+    names = [Path(s.prefix if isinstance(s, SourceConfig) else s).name for s in config.data.valid]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"data.valid: names of validation sets must differ, got {names}")
+    if config.checkpoint.load_state and config.checkpoint.load is None:
+        raise ConfigError("checkpoint.load_state = true needs checkpoint.load")
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            model,
+            head_size=head_size,
+            kv_heads=kv_heads,
+            bias=(model.family == "gpt2") if model.bias is None else model.bias,
+            max_positions=max_positions,
+        ),
+        optim=dataclasses.replace(optim, decay=decay, cooldown=cooldown),
+        parallel=dataclasses.replace(
+            config.parallel, etp=config.parallel.etp or config.parallel.tp
+        ),
+        checkpoint=dataclasses.replace(
+            config.checkpoint, dir=config.checkpoint.dir or f"{config.log.dir}/checkpoints"
+        ),
+    )
+
+
+def _nearest_multiples(n: int, of: int) -> str:
+    """The multiples of `of` below and above `n`, which is none: "60 or 65"."""
+    below = n // of * of
+    return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
+
+
+def check_world(parallel: ParallelConfig, world: int) -> None:
+    """Every rule that joins the layout with the number of ranks. Raises ConfigError."""
+    try:
+        sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep", "etp")}
+        check_layout(world, sizes, parallel.order)
+    except ValueError as error:
+        raise ConfigError(f"[parallel]: {error}") from None
+    for axis in ("tp", "cp", "pp", "ep", "etp"):
+        if (size := getattr(parallel, axis)) not in (1, None):
+            raise ConfigError(
+                f"parallel.{axis} = {size}: this release splits training over data (dp) only; "
+                f"`penteract layout` draws any layout"
+            )

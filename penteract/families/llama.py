@@ -1,0 +1,11 @@
+"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. arXiv:2302.13971."""
+
+from __future__ import annotations
+
+from penteract.config import ModelConfig
+from penteract.families.decoder import decoder
+from penteract.nn.model import ModelSpec
+
+
+def spec(model: ModelConfig) -> ModelSpec:
+    return decoder(model, norm="rms", activation="swiglu", rotary=True)

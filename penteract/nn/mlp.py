@@ -1,0 +1,69 @@
+"""The feed-forward layer: SwiGLU or GELU between a column- and a row-parallel projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penteract.collectives import Operation
+from penteract.mesh import Axis
+from penteract.parallel.tensor import ColumnLinear, Features, RowLinear
+from penteract.placement import Init
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Width and activation; `gelu` is the tanh form that GPT-2 uses."""
+
+    width: int
+    activation: Literal["swiglu", "gelu"]
+    bias: bool
+
+
+class _SwiGLU(Operation):
+    """gate|up [t, 2f] → silu(gate)·up [t, f]; keeps its input only. Shazeer, arXiv:2002.05202."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        d_gate, d_up = out.chunk(2, dim=-1)
+        # In place in the two halves of the result: a fresh temporary would cost more than its sums.
+        torch.mul(dy, up, out=d_gate)
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        torch.ops.aten.silu.out(gate, out=d_up).mul_(dy)
+        return out
+
+
+class MLP(nn.Module):
+    """[t, h] → [t, h]; gate and up stand in one projection."""
+
+    def __init__(
+        self, name: str, hidden: int, spec: MLPSpec, axis: Axis, *, init: tuple[Init, Init],
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.gated = spec.activation == "swiglu"
+        inner = ("gate", "up") if self.gated else ("up",)
+        features = [Features(f"{name}.{x}", spec.width) for x in inner]
+        self.inner = ColumnLinear(hidden, features, axis, bias=spec.bias, dtype=dtype, init=init[0])
+        self.down = RowLinear(
+            Features(f"{name}.down", spec.width), hidden, axis, bias=spec.bias, dtype=dtype,
+            init=init[1],
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)  # [t, 2f/tp] or [t, f/tp]
+        y = _SwiGLU.apply(y) if self.gated else F.gelu(y, approximate="tanh")
+        return self.down(y)

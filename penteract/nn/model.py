@@ -1,0 +1,140 @@
+"""A model is an ordered list of globally named layers; a stage is a slice of that list.
+
+The list is `embed`, `layers.0` … `layers.n-1`, `norm`, `head`. Building takes a range of it, and
+names stay global, so a checkpoint does not know how the model was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penteract.mesh import Axis
+from penteract.nn.attention import Cache
+from penteract.nn.block import Block, BlockSpec
+from penteract.nn.embedding import Embedding
+from penteract.nn.loss import Head
+from penteract.nn.norm import Norm, NormSpec
+from penteract.nn.sequences import MicroBatch, Noise, Sequences
+from penteract.placement import Init
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that says what a model computes; nothing about where."""
+
+    vocab: int
+    hidden: int
+    blocks: tuple[BlockSpec, ...]
+    norm: NormSpec  # after the last block
+    positions: int | None  # learned positions, or None
+    tied: bool
+    dropout: float
+    init_std: float
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        blocks = (f"layers.{i}" for i in range(len(self.blocks)))
+        return ("embed", *blocks, "norm", "head")
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a stage hands on: the stream [t, h], or scaled loss terms where it holds the head."""
+
+    stream: Tensor | None
+    terms: dict[str, Tensor]
+
+
+class Stage(nn.Module):
+    """A contiguous range of a model's layers."""
+
+    def __init__(
+        self, spec: ModelSpec, tp: Axis, *, dtype: torch.dtype, names: Sequence[str] | None = None
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.names = tuple(spec.layer_names if names is None else names)
+        start = spec.layer_names.index(self.names[0]) if self.names else 0
+        assert self.names == spec.layer_names[start : start + len(self.names)], "not a slice"
+        self.layers = nn.ModuleList()
+        embedding: Embedding | None = None
+        for name in self.names:
+            layer = _build(spec, name, tp, dtype, embedding)
+            embedding = layer if isinstance(layer, Embedding) else embedding
+            self.layers.append(layer)
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        stream: Tensor | None = None,
+        *,
+        scale: Tensor,
+        noise: Noise | None = None,
+    ) -> Output:
+        """Run the stage's layers. `stream` [t, h] comes from the stage before; the first has none.
+
+        `scale` multiplies the summed loss: 1 / the step's global number of counted tokens.
+        """
+        for layer in self.layers:
+            if isinstance(layer, Head):
+                assert stream is not None
+                return Output(None, {"loss": layer.loss(stream, batch, scale)})
+            stream = _apply(layer, stream, batch.tokens, batch.sequences, noise)
+        return Output(stream, {})
+
+    def logits(
+        self, tokens: Tensor, sequences: Sequences, caches: dict[str, Cache] | None = None
+    ) -> Tensor:
+        """tokens [t] → logits [t, v]; with caches those of each sequence's last token, [n, v]."""
+        stream: Tensor | None = None
+        for name, layer in zip(self.names, self.layers, strict=True):
+            if isinstance(layer, Head):
+                assert stream is not None
+                if caches is not None:
+                    stream = stream.unflatten(0, (len(sequences.lengths), -1))[:, -1]  # [n, h]
+                return layer.logits(stream)
+            cache = None if caches is None else caches.get(name)
+            stream = _apply(layer, stream, tokens, sequences, None, cache)
+        raise ValueError(f"this stage has no head: {self.names}")
+
+    def new_caches(self, n: int, capacity: int) -> dict[str, Cache]:
+        """An empty key/value cache per block, for `n` sequences of up to `capacity` tokens."""
+        return {name: Cache(n, capacity) for name in self.names if name.startswith("layers.")}
+
+
+def _build(
+    spec: ModelSpec, name: str, tp: Axis, dtype: torch.dtype, embedding: Embedding | None
+) -> nn.Module:
+    init = Init("normal", spec.init_std)
+    if name == "embed":
+        return Embedding(
+            name, spec.vocab, spec.hidden, tp, positions=spec.positions, dropout=spec.dropout,
+            init=init, dtype=dtype,
+        )  # fmt: skip
+    if name == "norm":
+        return Norm(name, spec.hidden, spec.norm, dtype=dtype)
+    if name == "head":
+        assert embedding is not None or not spec.tied, "tied weights across stages"
+        tied_to = embedding if spec.tied else None
+        return Head(name, spec.vocab, spec.hidden, tp, tied_to=tied_to, init=init, dtype=dtype)
+    block, depth = spec.blocks[int(name.removeprefix("layers."))], len(spec.blocks)
+    return Block(name, spec.hidden, block, tp, init_std=spec.init_std, depth=depth, dtype=dtype)
+
+
+def _apply(
+    layer: nn.Module,
+    stream: Tensor | None,
+    tokens: Tensor,
+    sequences: Sequences,
+    noise: Noise | None,
+    cache: Cache | None = None,
+) -> Tensor:
+    if isinstance(layer, Embedding):
+        return layer(tokens, sequences, noise)
+    if isinstance(layer, Block):
+        return layer(stream, sequences, noise, cache)
+    return layer(stream)

@@ -1,0 +1,136 @@
+"""Modules whose parameters say where they belong.
+
+A `Layer` declares each parameter with a `Placement` and gives it no memory; memory comes later,
+from `materialise` (a plain script) or from the flat buffers of training. `adopt` declares the
+parameters of other makers' modules. A parameter without a placement is an error. Placements are
+kept by attribute name on the module, so they survive `.to`, a swap of the parameter object, and a
+second registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from penteract.collectives import I, Kind, R, S
+from penteract.placement import AxisUse, Init, Piece, Placement, whole
+from penteract.random import initialise
+
+
+class Layer(nn.Module):
+    """A module that declares its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placements: dict[str, Placement] = {}
+
+    def declare(self, attribute: str, placement: Placement, dtype: torch.dtype) -> None:
+        """Register parameter `attribute`, without memory until it is materialised."""
+        self.register_parameter(attribute, nn.Parameter(torch.empty(0, dtype=dtype)))
+        self.placements[attribute] = placement
+
+    def share(self, attribute: str, owner: Layer, owner_attribute: str) -> None:
+        """Use another layer's parameter as this one's `attribute` (tied weights)."""
+        self.register_parameter(attribute, getattr(owner, owner_attribute))
+        self.placements[attribute] = owner.placements[owner_attribute]
+
+
+@dataclass
+class Declared:
+    """One parameter of a model: where it is registered, and its placement."""
+
+    placement: Placement
+    parameter: nn.Parameter
+    holders: list[tuple[nn.Module, str]] = field(default_factory=list)  # two or more where tied
+
+    @property
+    def name(self) -> str:
+        """The logical tensors it stores, for messages."""
+        return "|".join(dict.fromkeys(piece.tensor for piece in self.placement.pieces))
+
+    def replace(self, data: Tensor) -> None:
+        """Give every holder the parameter a new storage: `data` of the placement's shape."""
+        assert tuple(data.shape) == self.placement.shape
+        requires_grad = self.parameter.requires_grad
+        self.parameter = nn.Parameter(data, requires_grad=requires_grad)
+        for module, attribute in self.holders:
+            setattr(module, attribute, self.parameter)
+
+
+def declared_parameters(model: nn.Module) -> list[Declared]:
+    """Every parameter of the model once, in order of registration.
+
+    Raises ValueError naming a parameter that has no placement.
+    """
+    found: dict[int, Declared] = {}
+    for path, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            placement = getattr(module, "placements", {}).get(attribute)
+            if placement is None:
+                raise ValueError(
+                    f"parameter {path}.{attribute} has no placement: register it with Layer.declare"
+                )
+            entry = found.setdefault(id(parameter), Declared(placement, parameter))
+            entry.holders.append((module, attribute))
+    return list(found.values())
+
+
+def materialise(model: nn.Module, *, seed: int, device: torch.device | str = "cpu") -> None:
+    """Allocate and initialise every parameter: each logical tensor a function of (seed, name)."""
+    for entry in declared_parameters(model):
+        data = torch.empty(entry.placement.shape, dtype=entry.parameter.dtype, device=device)
+        entry.replace(data)
+        initialise(data, entry.placement, seed)
+
+
+def parameter_kinds(
+    model: nn.Module, axes: Collection[str]
+) -> dict[str, tuple[Tensor, dict[str, Kind]]]:
+    """What `checking` wants to know of a model's parameters: their types over the named axes.
+
+    By their placements: split is S, replicated I, replicated with a partial gradient R. It holds
+    for the parameters that the model has now, so materialise it first.
+    """
+    kinds = {"split": S(), "replicated": I, "partial": R}
+    return {
+        entry.name: (
+            entry.parameter,
+            {axis: kinds[use] for axis, use in entry.placement.axes.items() if axis in axes},
+        )
+        for entry in declared_parameters(model)
+    }
+
+
+def adopt(model: nn.Module) -> None:
+    """Declare every parameter of plain torch modules, so that the trainer takes the model as it is.
+
+    Each is whole on every rank, its gradients summed over the data ranks; matrices decay, vectors
+    do not. It keeps the values it has, and its logical name is its path in the model. Parameters
+    that have a placement keep it. Raises ValueError naming a frozen parameter, or a buffer that a
+    checkpoint would have to hold: the trainer knows neither.
+    """
+    for path, module in model.named_modules():
+        placements = dict(getattr(module, "placements", {}))
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{attribute}".lstrip(".")
+            if not parameter.requires_grad:
+                raise ValueError(
+                    f"parameter {name} does not require gradients: train it or drop it"
+                )
+            placements.setdefault(attribute, _held_whole(name, tuple(parameter.shape)))
+        saved = [k for k in module.state_dict() if "." not in k and k not in placements]
+        if saved:
+            raise ValueError(
+                f"module {path or type(module).__name__} has the saved buffer {saved[0]}, which "
+                "a checkpoint would lack: make it a parameter, or register it persistent=False"
+            )
+        module.placements = placements
+
+
+def _held_whole(name: str, shape: tuple[int, ...]) -> Placement:
+    piece = Piece(name, shape, whole(shape), (0,) * len(shape))
+    axes: dict[str, AxisUse] = {"tp": "replicated", "dp": "partial", "cp": "partial"}
+    return Placement(shape, (piece,), axes, Init("zeros"), decay=len(shape) >= 2)

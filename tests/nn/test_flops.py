@@ -1,0 +1,53 @@
+"""Model FLOPs against published numbers and against what a step really does."""
+
+import pytest
+import torch
+from parity.matrix import MODELS
+from torch.utils.flop_counter import FlopCounterMode
+
+from penteract.config import resolve
+from penteract.config_file import from_dict
+from penteract.families import model_spec
+from penteract.mesh import single
+from penteract.nn.attention import Attention
+from penteract.nn.flops import training_flops
+from penteract.nn.model import ModelSpec, Stage
+from penteract.nn.sequences import MicroBatch, Sequences
+from penteract.parallel.parameters import materialise
+
+
+def spec_of(**model: object) -> ModelSpec:
+    config = from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}})
+    return model_spec(resolve(config).model)
+
+
+def test_gpt3() -> None:
+    sizes = {"layers": 96, "hidden": 12288, "ffn": 4 * 12288, "heads": 96, "vocab": 51200}
+    found = training_flops(spec_of(family="gpt2", **sizes), [2048] * 1536)
+    assert found == pytest.approx(3.3406e18, rel=1e-4)
+
+
+def test_llama3_8b() -> None:
+    sizes = {"layers": 32, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8}
+    found = training_flops(spec_of(vocab=128256, **sizes), [8192]) / 8192
+    assert found == pytest.approx(51.47e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_formula_equals_what_is_counted(name: str) -> None:
+    """The plain backend multiplies whole score matrices: twice the causal half of the formula."""
+    spec, lengths = spec_of(**MODELS[name]), (5, 3, 1)
+    model = Stage(spec, single("tp"), dtype=torch.float32)
+    materialise(model, seed=0)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.backend = "plain"
+    tokens = torch.zeros(sum(lengths), dtype=torch.int64)
+    batch = MicroBatch(tokens, tokens, Sequences.of(lengths))
+    with FlopCounterMode(display=False) as counter:
+        model(batch, scale=torch.ones(())).terms["loss"].backward()
+    half = sum(
+        6 * block.attention.heads * block.attention.head_size * sum(n * n for n in lengths)
+        for block in spec.blocks
+    )
+    assert counter.get_total_flops() == training_flops(spec, lengths) + half

@@ -1,0 +1,72 @@
+"""A step of any rank of a large world on shapes alone: fake tensors, a fake process group."""
+
+import math
+import re
+
+import pytest
+import torch.distributed as dist
+from parity.matrix import MODELS
+
+from penteract.config import resolve
+from penteract.config_file import from_dict
+from penteract.families import model_spec
+from penteract.mesh import Grid
+from penteract.nn.model import ModelSpec
+from penteract.train.dry_run import dry_run
+
+
+def parameters(spec: ModelSpec, name: str) -> int:
+    """Counted from the sizes, by hand."""
+    model = MODELS[name]
+    h, f, v = model["hidden"], model["ffn"], model["vocab"]
+    attention = spec.blocks[0].attention
+    q, kv = (n * attention.head_size for n in (attention.heads, attention.kv_heads))
+    matrices = (3 if model["family"] == "llama" else 2) * h * f + 2 * h * q + 2 * h * kv
+    inner = (2 if model["family"] == "llama" else 1) * f
+    biases = q + 2 * kv + h + inner + h if attention.bias else 0
+    norm = h * (1 if model["family"] == "llama" else 2)
+    qk_norm = 2 * attention.head_size if attention.qk_norm else 0
+    block = matrices + biases + 2 * norm + qk_norm
+    ends = v * h * (1 if spec.tied else 2) + norm + (spec.positions or 0) * h
+    return len(spec.blocks) * block + ends
+
+
+def number(lines: list[str], what: str) -> int:
+    found = [re.search(rf"{what}\s+([\d,]+)", line) for line in lines]
+    return next(int(m[1].replace(",", "")) for m in found if m)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("gpt2", "float32")])
+def test_rank_17_of_4096(name: str, dtype: str) -> None:
+    check(name, dtype, dropout=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_rank_17_of_4096_with_dropout(name: str, dtype: str) -> None:
+    check(name, dtype, dropout=0.1)
+
+
+def check(name: str, dtype: str, *, dropout: float) -> None:
+    values = {
+        "model": {**MODELS[name], "dropout": dropout},
+        "data": {"seq": 8},
+        "train": {"steps": 1, "dtype": dtype, "global_batch": 8192},
+    }
+    config = resolve(from_dict(values))
+    lines = dry_run(config, Grid(4096), 17)
+    held = parameters(model_spec(config.model), name)
+    assert lines[0].startswith("rank 17 of 4096")
+    assert number(lines, "parameters held") == held
+    # Storage is rounded up to 64 elements a parameter.
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    weights = number(lines, "weights")
+    assert weights >= size * held
+    assert number(lines, "gradients") == weights * 4 // size
+    assert number(lines, "masters") == (0 if dtype == "float32" else 2 * weights)
+    assert number(lines, "optimizer moments") == 8 * held
+    sent = number(lines, "sent over dp-cp")
+    exact = 2 * 4095 / 4096 * weights * 4 / size
+    assert math.isclose(sent, exact, abs_tol=64)  # and two scalars of 8 bytes
+    assert not dist.is_initialized()

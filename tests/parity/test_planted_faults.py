@@ -1,0 +1,156 @@
+"""Faults that data parallelism invites, planted: `test_data_parallel` would see each."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity.matrix import Cell
+from parity.training import difference, reference, train_here
+from reference.bridge import worst_difference
+from torch import Tensor
+
+from penteract.collectives import all_reduce_
+from penteract.mesh import Axis
+from penteract.nn import norm as norm_module
+from penteract.nn.sequences import Noise
+from penteract.parallel import buffers as buffers_module
+from penteract.parallel.buffers import Buffers
+from penteract.parallel.pipeline.executor import Forward
+from penteract.parallel.pipeline.schedules import Action
+from penteract.placement import Placement
+from penteract.testing import run_ranks
+from penteract.train import run as run_module
+from penteract.train.run import Run
+from penteract.wire import Pending
+
+CELL = Cell("gpt2", dp=2, micro_batch=1, global_batch=8, bucket_bytes=256, dropout=0.1)
+TOLERANCE = 1e-9
+
+
+def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
+    """The first bucket of a step is not reduced."""
+    start = buffers_module.start_all_reduce_
+    count = 0
+
+    def skip_first(x: Tensor, axis: Axis) -> Pending:
+        nonlocal count
+        count += 1
+        return Pending((), lambda: x) if count == 1 else start(x, axis)
+
+    patch.setattr(buffers_module, "start_all_reduce_", skip_first)
+
+
+def local_count(patch: pytest.MonkeyPatch) -> None:
+    """Each rank divides by its own number of tokens."""
+
+    def total(self: Run, parts: list[Tensor]) -> Tensor:
+        return torch.stack([torch.as_tensor(part).double() for part in parts]).sum() * 2
+
+    patch.setattr(Run, "_total", total)
+
+
+def accumulation_factor(patch: pytest.MonkeyPatch) -> None:
+    """The sum is divided by the number of micro-batches once more."""
+    execute = run_module.execute
+
+    def divided(actions: list[Action], forward: Forward, buffers: Buffers) -> dict[str, Tensor]:
+        n = sum(action.kind == "F" for action in actions)
+
+        def smaller(stage: int, i: int) -> dict[str, Tensor]:
+            return {name: term / n for name, term in forward(stage, i).items()}
+
+        return execute(actions, smaller, buffers)
+
+    patch.setattr(run_module, "execute", divided)
+
+
+def norm_of_replicas(patch: pytest.MonkeyPatch) -> None:
+    """Copies of a gradient on the data ranks are counted as many times as there are ranks."""
+    norm = run_module.gradient_norm
+
+    def counted(buffers: Buffers, axes: dict[str, Axis]) -> Tensor:
+        return all_reduce_(norm(buffers, axes).square(), axes["dp"]).sqrt()
+
+    patch.setattr(run_module, "gradient_norm", counted)
+
+
+def decay_on_norms(patch: pytest.MonkeyPatch) -> None:
+    declared = norm_module.replicated
+
+    def decayed(*arguments: Any, **options: Any) -> Placement:
+        return dataclasses.replace(declared(*arguments, **options), decay=True)
+
+    patch.setattr(norm_module, "replicated", decayed)
+
+
+def local_dropout(patch: pytest.MonkeyPatch) -> None:
+    """Masks follow a rank's own number of the micro-batch."""
+    patch.setattr(run_module, "Noise", lambda seed, step, i: Noise(seed, step, i // CELL.dp))
+
+
+def dropped_weight_gradient(patch: pytest.MonkeyPatch) -> None:
+    """One linear layer's closure is lost in every micro-batch but the last."""
+    accumulate = Buffers.accumulate
+
+    def drop(self: Buffers, parameter: torch.nn.Parameter, write: Callable[..., None]) -> None:
+        name = self._slots[id(parameter)].entry.name
+        if name != "layers.1.mlp.up.weight" or self._last:
+            accumulate(self, parameter, write)
+
+    patch.setattr(Buffers, "accumulate", drop)
+
+
+def tied_gradient_once(patch: pytest.MonkeyPatch) -> None:
+    """The head's part of a tied weight's gradient is overwritten by the embedding's."""
+    accumulate = Buffers.accumulate
+
+    def overwrite(self: Buffers, parameter: torch.nn.Parameter, write: Callable[..., None]) -> None:
+        slot = self._slots[id(parameter)]
+        slot.fresh = slot.fresh or slot.uses == 2
+        accumulate(self, parameter, write)
+
+    patch.setattr(Buffers, "accumulate", overwrite)
+
+
+FAULTS = {  # and the first quantity in which each shows
+    missing_all_reduce: "gradients",
+    local_count: "loss",
+    accumulation_factor: "loss",
+    norm_of_replicas: "norm",
+    decay_on_norms: "weights",
+    local_dropout: "loss",
+    dropped_weight_gradient: "gradients",
+    tied_gradient_once: "gradients",
+}
+
+
+def first_difference(cell: Cell) -> str | None:
+    """The first quantity of a step, in the order of computing, that is not the reference's."""
+    found, wanted = run_ranks(train_here, cell.dp, [cell])[0][0], reference(cell)
+
+    def relative(a: list[float], b: list[float]) -> float:
+        return abs(a[0] - b[0]) / b[0]
+
+    differences = {
+        "loss": relative(found.losses, wanted.losses),
+        "gradients": worst_difference(found.gradients[0], wanted.gradients[0])[0],
+        "norm": relative(found.norms, wanted.norms),
+        "weights": worst_difference(found.weights, wanted.weights)[0],
+        "anything": difference(found, wanted)[0],
+    }
+    return next((name for name, x in differences.items() if x > TOLERANCE), None)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_seen(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference(CELL)  # before anything is broken
+    fault(monkeypatch)
+    assert first_difference(CELL) == FAULTS[fault]
+
+
+def test_without_a_fault_there_is_none() -> None:
+    assert first_difference(CELL) is None

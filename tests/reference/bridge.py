@@ -1,0 +1,115 @@
+"""From a penteract model to the reference's dictionaries and back; the measure of a difference."""
+
+from collections.abc import Iterable
+
+import torch
+from reference.plain import Description, Document, Weights
+from torch import Tensor, nn
+
+from penteract.nn.model import ModelSpec
+from penteract.nn.sequences import MicroBatch, Sequences
+from penteract.parallel.buffers import Buffers
+from penteract.parallel.parameters import declared_parameters
+from penteract.placement import Fragment, Placement, assemble
+
+Stored = tuple[Placement, Tensor]
+Fragments = list[tuple[Fragment, Tensor]]
+
+
+def describe(spec: ModelSpec) -> Description:
+    """What the reference needs to know of a model."""
+    block = spec.blocks[0]
+    return Description(
+        layers=len(spec.blocks),
+        heads=block.attention.heads,
+        kv_heads=block.attention.kv_heads,
+        head_size=block.attention.head_size,
+        norm=spec.norm.kind,
+        eps=spec.norm.eps,
+        activation=block.mlp.activation,
+        theta=block.attention.rope_theta,
+        qk_norm=block.attention.qk_norm is not None,
+        tied=spec.tied,
+    )
+
+
+def fragments(stored: Iterable[Stored]) -> Fragments:
+    """Every piece of every stored tensor with its values, copied."""
+    return [(f, x.detach()[f.local.slices()].clone()) for p, x in stored for f in p.fragments()]
+
+
+def logical(parts: Fragments) -> Weights:
+    """The logical tensors that fragments, from one rank or from several, make up."""
+    names = dict.fromkeys(fragment.tensor for fragment, _ in parts)
+    return {n: assemble(n, [part for part in parts if part[0].tensor == n]) for n in names}
+
+
+def parameters(model: nn.Module) -> list[Stored]:
+    return [(entry.placement, entry.parameter) for entry in declared_parameters(model)]
+
+
+def plain_gradients(model: nn.Module) -> list[Stored]:
+    """What autograd left on the parameters of a model without buffers."""
+    return [(e.placement, e.parameter.grad) for e in declared_parameters(model)]
+
+
+def buffer_gradients(buffers: Buffers) -> list[Stored]:
+    return [(slot.entry.placement, slot.gradient) for slot in buffers.slots()]
+
+
+def masters(buffers: Buffers) -> list[Stored]:
+    return [(slot.entry.placement, slot.master) for slot in buffers.slots()]
+
+
+@torch.no_grad()
+def write(stored: Iterable[Stored], weights: Weights) -> None:
+    """Fill stored tensors from logical ones."""
+    for placement, x in stored:
+        for f in placement.fragments():
+            x[f.local.slices()] = weights[f.tensor][f.box.slices()].view(f.local.size).to(x.dtype)
+
+
+def random_weights(stored: Iterable[Stored], seed: int = 0) -> Weights:
+    """Logical tensors none of whose elements is 0 or 1: biases and norm weights show up too."""
+    shapes = {piece.tensor: piece.shape for placement, _ in stored for piece in placement.pieces}
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name in sorted(shapes):
+        x = torch.randn(shapes[name], generator=generator, dtype=torch.float64)
+        weights[name] = 1 + 0.3 * x if name.endswith("norm.weight") else 0.4 * x
+    return weights
+
+
+def micro_batch(documents: list[Document]) -> MicroBatch:
+    """The documents one behind the other."""
+    tokens, labels = (
+        [t for doc in documents for t in getattr(doc, x)] for x in ("tokens", "labels")
+    )
+    weights = torch.tensor([w for doc in documents for w in doc.weights], dtype=torch.float64)
+    sequences = Sequences.of(tuple(len(doc.tokens) for doc in documents), weights=weights)
+    return MicroBatch(torch.tensor(tokens).long(), torch.tensor(labels).long(), sequences)
+
+
+def worst_difference(found: Weights, wanted: Weights, *, floor: float = 1e-4) -> tuple[float, str]:
+    """(largest relative difference, its tensor); infinite where names, shapes or finiteness differ.
+
+    A difference is divided by max(largest magnitude in that tensor, `floor` of the largest of all),
+    since some gradients are mathematically zero (those of key biases).
+    """
+    if found.keys() != wanted.keys():
+        return float("inf"), str(sorted(found.keys() ^ wanted.keys()))
+    largest = max(float(x.abs().max()) for x in wanted.values() if x.numel())
+    worst = 0.0, ""
+    for name, want in wanted.items():
+        have = found[name].double()
+        if have.shape != want.shape or not torch.isfinite(have).all():
+            return float("inf"), name
+        scale = max(float(want.abs().max()), floor * largest)
+        difference = float((have - want).abs().max())
+        worst = max(worst, (difference / scale if scale else difference, name))
+    return worst
+
+
+def assert_close(found: Weights, wanted: Weights, tolerance: float) -> None:
+    difference, name = worst_difference(found, wanted)
+    assert difference <= tolerance, f"{name}: relative difference {difference:.3g}"
