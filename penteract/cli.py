@@ -1,0 +1,379 @@
+"""The command line. Each command is a function; everything it needs is imported inside it.
+
+Exit codes: 0 done; 1 a fault; 2 the user's input is wrong (one message, no traceback); 3 a hang;
+4 suspected hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from penteract.launch import die_with_parent, environment, report_failure, start_local
+
+if TYPE_CHECKING:
+    from penteract.config import Config
+    from penteract.data.tokenizers import Tokenizer
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    die_with_parent()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    arguments.argv, arguments.overrides = argv, rest
+    if rest and arguments.command is not train:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return int(arguments.command(arguments))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        if _is_for_the_user(error):
+            report_failure(f"penteract: {error}")
+            return 2
+        report_failure(traceback.format_exc())
+        return 1
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether it is a ValueError that our own code raised: those are about a file, key or value."""
+    if not isinstance(error, ValueError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals["__name__"].partition(".")[0] == __package__
+
+
+# --- commands ---
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train a model."""
+    from penteract.config import ConfigError, check_world
+    from penteract.config_file import help_text, load, to_toml
+
+    if arguments.help:
+        print(f"{arguments.parser.format_help()}\nEvery key of the file is an option too.\n")
+        print(help_text())
+        return 0
+    if arguments.config is None:
+        raise ConfigError("train needs a configuration file: penteract train CONFIG.toml")
+    config = load(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(to_toml(config), end="")
+        return 0
+    if arguments.dry_run:
+        return _dry_run(config, arguments.world, arguments.rank)
+    if arguments.nproc is not None:
+        check_world(config.parallel, arguments.nproc)
+        return start_local(arguments.nproc, _without_nproc(arguments.argv))
+    return _train_rank(config)
+
+
+def _train_rank(config: Config) -> int:
+    from penteract.config import check_world
+    from penteract.launch import connect
+    from penteract.train.signals import StopRequest
+
+    launch = environment()
+    check_world(config.parallel, launch.world)
+    with StopRequest(config.train.max_minutes) as stop:
+        import torch.distributed as dist
+
+        from penteract.mesh import create_mesh
+        from penteract.train.language_model import language_model
+        from penteract.train.loop import train as train_loop
+
+        with stop.released():
+            device = connect(launch, device=config.train.device)
+        mesh = create_mesh(_grid(config, launch.world), launch.rank)
+        task, config = language_model(config, mesh, device)
+        train_loop(task, config, mesh, device, stop=stop)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _dry_run(config: Config, world: int, rank: int) -> int:
+    from penteract.config import ConfigError, check_world
+    from penteract.train.dry_run import dry_run
+    from penteract.train.language_model import with_vocabulary
+
+    check_world(config.parallel, world)
+    if not 0 <= rank < world:
+        raise ConfigError(f"--rank {rank} is outside 0 .. {world - 1} of --world {world}")
+    config, _ = with_vocabulary(config)
+    print("\n".join(dry_run(config, _grid(config, world), rank)))
+    return 0
+
+
+def _grid(config: Config, world: int) -> Any:
+    from penteract.mesh import Grid
+
+    p = config.parallel
+    return Grid(world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)
+
+
+def _without_nproc(argv: Sequence[str]) -> list[str]:
+    """The command line of the ranks: that of the launcher without --nproc."""
+    kept, skip = [], False
+    for word in argv:
+        if not skip and word != "--nproc" and not word.startswith("--nproc="):
+            kept.append(word)
+        skip = not skip and word == "--nproc"
+    return kept
+
+
+def layout(arguments: argparse.Namespace) -> int:
+    """Show which rank is where."""
+    from penteract.config import ConfigError
+    from penteract.mesh import Grid, draw, layout_json
+
+    sizes = {name: getattr(arguments, name) for name in ("tp", "cp", "pp", "ep", "etp", "order")}
+    try:
+        grid = Grid(arguments.world, **sizes)
+        if arguments.json:
+            json.dump(layout_json(grid), sys.stdout, separators=(",", ":"))
+            print()
+        else:
+            print(draw(grid, arguments.gpus_per_node))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+def data_build(arguments: argparse.Namespace) -> int:
+    """Make a token file."""
+    from penteract.data.build import Build, build
+
+    report = build(
+        Build(
+            output=arguments.output,
+            inputs=tuple(arguments.input),
+            source=arguments.source,
+            tokenizer=arguments.tokenizer,
+            end_of_document=arguments.eod,
+            key=arguments.key,
+            workers=arguments.workers,
+            limit_bytes=arguments.limit,
+        )
+    )
+    print(f"{arguments.output}: {report.summary()}", file=sys.stderr)
+    return 0
+
+
+def data_inspect(arguments: argparse.Namespace) -> int:
+    """Describe a token file."""
+    from penteract.data.build import inspect
+
+    print("\n".join(inspect(arguments.prefix, _tokenizer(arguments.tokenizer))))
+    return 0
+
+
+def data_show(arguments: argparse.Namespace) -> int:
+    """Name the samples that a step of a run saw."""
+    from penteract.config_file import load
+    from penteract.data.loader import show
+    from penteract.data.tokenizers import load_tokenizer
+    from penteract.train.batch_ramp import cursor, global_batch
+    from penteract.train.language_model import train_source, with_vocabulary
+
+    config, _ = with_vocabulary(load(arguments.config))
+    lines = show(
+        train_source(config),
+        cursor=cursor(arguments.step - 1, config.train),
+        global_batch=global_batch(arguments.step, config.train),
+        tokenizer=load_tokenizer(config.data.tokenizer),
+    )
+    print("\n".join(lines))
+    return 0
+
+
+def checkpoint_inspect(arguments: argparse.Namespace) -> int:
+    """Describe a checkpoint."""
+    from penteract.checkpoint.io import find_step, inspect
+
+    print("\n".join(inspect(find_step(arguments.checkpoint))))
+    return 0
+
+
+def checkpoint_verify(arguments: argparse.Namespace) -> int:
+    """Read a checkpoint whole and check every hash."""
+    from penteract.checkpoint.io import find_step, verify
+
+    path = find_step(arguments.checkpoint)
+    faults = verify(path)
+    print("\n".join(faults) if faults else f"{path}: every file is as it was written")
+    return 1 if faults else 0
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Write text with a trained model."""
+    import torch
+
+    from penteract.checkpoint.io import find_step
+    from penteract.checkpoint.model import load_model
+    from penteract.config import ConfigError
+    from penteract.data.tokenizers import load_tokenizer
+    from penteract.nn.generate import Sampling, generate
+
+    path = find_step(arguments.checkpoint)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, config, state = load_model(path, device=device)
+    tokenizer = load_tokenizer(arguments.tokenizer or config.data.tokenizer)
+    if tokenizer.hash != state.get("tokenizer", tokenizer.hash):
+        raise ConfigError(f"{path} was trained with another tokenizer: name it with --tokenizer")
+    prompt = tokenizer.encode(arguments.prompt).tolist() or [tokenizer.end_of_document]
+    stream = tokenizer.stream()
+    print(arguments.prompt, end="", flush=True)
+    try:
+        sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+        stop = None if arguments.ignore_end else tokenizer.end_of_document
+        prompts = torch.tensor([prompt], device=device)
+        tokens = generate(
+            model, prompts, max_tokens=arguments.max_tokens, sampling=sampling, stop=stop
+        )
+        for (token,) in tokens:
+            if token != stop:
+                print(stream.push(token), end="", flush=True)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    print(stream.finish())
+    return 0
+
+
+def _tokenizer(spec: str | None) -> Tokenizer | None:
+    from penteract.data.tokenizers import load_tokenizer
+
+    return None if spec is None else load_tokenizer(spec)
+
+
+# --- options ---
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penteract",
+        description="Train Transformer language models split over any number of devices.",
+        epilog="`penteract COMMAND --help` shows each command's options and an example.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_layout(commands)
+    _add_data(commands)
+    _add_checkpoint(commands)
+    _add_generate(commands)
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Command, example: str, **options: Any
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=run.__doc__,
+        description=run.__doc__,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **options,
+    )
+    parser.set_defaults(command=run, parser=parser)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _add_train(commands: Any) -> None:
+    example = "penteract train configs/demo.toml --nproc 2 --train.steps 100"
+    p = _command(commands, "train", train, example, add_help=False)
+    p.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the configuration")
+    p.add_argument("-h", "--help", action="store_true", help="show this, and every key")
+    p.add_argument("--nproc", type=_positive, metavar="N", help="start N local ranks")
+    p.add_argument("--print-config", action="store_true", help="print the resolved TOML and stop")
+    p.add_argument(
+        "--dry-run", action="store_true", help="one step on shapes alone, as any rank of any world"
+    )
+    p.add_argument("--world", type=_positive, default=1, metavar="N", help="world of a dry run")
+    p.add_argument("--rank", type=int, default=0, metavar="R", help="rank of a dry run")
+
+
+def _add_layout(commands: Any) -> None:
+    example = "penteract layout --world 32 --tp 8 --pp 2 --etp 2 --ep 4"
+    p = _command(commands, "layout", layout, example)
+    p.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
+    for name in ("tp", "cp", "pp", "ep"):
+        p.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"size of {name}")
+    p.add_argument("--etp", type=int, metavar="N", help="size of etp (default: that of tp)")
+    p.add_argument(
+        "--order", default="tp-cp-ep-dp-pp", help="axes, fastest-varying first (%(default)s)"
+    )
+    p.add_argument(
+        "--gpus-per-node", type=_positive, default=8, metavar="N", help="for the picture (8)"
+    )
+    p.add_argument("--json", action="store_true", help="print the groups as JSON")
+
+
+def _add_data(commands: Any) -> None:
+    about = "Make, describe and look into token files."
+    group = commands.add_parser("data", help=about, description=about, allow_abbrev=False)
+    data = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    example = "penteract data build --source stdlib --tokenizer bytes --output data/stdlib"
+    p = _command(data, "build", data_build, example)
+    text = p.add_mutually_exclusive_group(required=True)
+    text.add_argument(
+        "--input", nargs="+", default=[], metavar="FILE", help=".txt and .jsonl files, or folders"
+    )
+    text.add_argument("--source", choices=["stdlib"], help="this Python's own library sources")
+    p.add_argument("--tokenizer", default="bytes", help="bytes, or a tokenizer.json (bytes)")
+    p.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and .idx")
+    p.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes (1)")
+    p.add_argument("--eod", metavar="TOKEN", help="the token that ends a document")
+    p.add_argument("--key", default="text", help="the text's key in .jsonl (text)")
+    p.add_argument("--limit", type=_positive, metavar="BYTES", help="stop after so much text")
+    p = _command(data, "inspect", data_inspect, "penteract data inspect data/stdlib")
+    p.add_argument("prefix", metavar="PREFIX", help="a token file without .bin/.idx")
+    p.add_argument("--tokenizer", help="to show the first tokens as text")
+    p = _command(data, "show", data_show, "penteract data show configs/demo.toml --step 1000")
+    p.add_argument("config", metavar="CONFIG.toml", help="the run's configuration")
+    p.add_argument("--step", type=_positive, required=True, metavar="N", help="from 1")
+
+
+def _add_checkpoint(commands: Any) -> None:
+    about = "Look into checkpoints."
+    group = commands.add_parser("checkpoint", help=about, description=about, allow_abbrev=False)
+    checkpoint = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, run in (("inspect", checkpoint_inspect), ("verify", checkpoint_verify)):
+        p = _command(checkpoint, name, run, f"penteract checkpoint {name} runs/default/checkpoints")
+        p.add_argument("checkpoint", metavar="CHECKPOINT", help="a step, or the folder of steps")
+
+
+def _add_generate(commands: Any) -> None:
+    example = 'penteract generate runs/default/checkpoints --prompt "def main("'
+    p = _command(commands, "generate", generate, example)
+    p.add_argument("checkpoint", metavar="CHECKPOINT", help="a step, or the folder of steps")
+    p.add_argument("--prompt", default="", help="text to go on from")
+    p.add_argument("--max-tokens", type=_positive, default=256, metavar="N", help="at most (256)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
+    p.add_argument("--top-k", type=_positive, metavar="K", help="draw from the K likeliest tokens")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="smallest set reaching P")
+    p.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    p.add_argument("--ignore-end", action="store_true", help="go on after the end of a document")
+    p.add_argument("--tokenizer", help="where the run's tokenizer.json is now")

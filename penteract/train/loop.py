@@ -1,0 +1,96 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from penteract.checkpoint.io import find_step, latest_good, lock, retain
+from penteract.config import Config
+from penteract.config_file import to_toml
+from penteract.mesh import Mesh
+from penteract.train.metrics import Metrics
+from penteract.train.run import Run
+from penteract.train.signals import StopRequest
+from penteract.train.task import Task
+
+
+def train(
+    task: Task,
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    stop: StopRequest | None = None,
+) -> None:
+    """Train `task` from where its checkpoint directory stands to `train.steps`.
+
+    Returns once everything is saved, also after a signal or `train.max_minutes`. It listens for
+    signals itself unless `stop`, which does already, is given. Raises NonFiniteError,
+    CheckpointError, and ConfigError where the directory holds another run.
+    """
+    assert config.checkpoint.dir is not None
+    checkpoints, rank0 = Path(config.checkpoint.dir), mesh.rank == 0
+    steps, every = config.train.steps, config.checkpoint.every
+    with contextlib.ExitStack() as stack:
+        stop = stop or stack.enter_context(StopRequest(config.train.max_minutes))
+        stack.callback(task.close)
+        if rank0:
+            stack.enter_context(lock(checkpoints))
+        run = Run(task, config, mesh, device)
+        metrics = _open_metrics(config, active=rank0)
+        stack.callback(metrics.close)
+        newest = latest_good(checkpoints, fall_back=True)
+        metrics.say(_restore(run, newest))
+        if rank0:
+            (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        saved = None if newest is None else run.step
+        evaluate_every = config.train.eval_every or steps
+        while run.step < steps and not stop.agreed(mesh.axis("world")):
+            metrics.step(run.update())
+            if task.validation and (run.step % evaluate_every == 0 or run.step == steps):
+                metrics.evaluation(run.step, run.evaluate())
+            if every and run.step % every == 0:
+                saved = _save(run, checkpoints, metrics)
+        if saved != run.step:
+            _save(run, checkpoints, metrics)
+        if run.step < steps:
+            metrics.say(f"stopped at step {run.step} of {steps} ({stop.reason or 'another rank'})")
+
+
+def _open_metrics(config: Config, *, active: bool) -> Metrics:
+    return Metrics(
+        Path(config.log.dir),
+        steps=config.train.steps,
+        every=config.log.every,
+        tensorboard=config.log.tensorboard,
+        active=active,
+    )
+
+
+def _restore(run: Run, path: Path | None) -> str:
+    """Continue the step at `path`, or start from other weights, or from the seed; says which."""
+    options, steps = run.config.checkpoint, run.config.train.steps
+    if path is not None:
+        run.resume(path)
+        if run.step >= steps:
+            return f"{path}: step {run.step} of {steps} is done already; raise train.steps to go on"
+        return f"continuing {path} at step {run.step} of {steps}"
+    if options.load is None:
+        return f"starting from seed {run.config.train.seed}"
+    path = find_step(options.load)
+    if options.load_state:
+        run.resume(path)
+        return f"starting from {path}, its moments and its step {run.step}"
+    run.load_weights(path)
+    return f"starting from the weights of {path}"
+
+
+def _save(run: Run, checkpoints: Path, metrics: Metrics) -> int:
+    path = run.save(checkpoints)
+    if run.mesh.rank == 0:
+        retain(checkpoints, run.config.checkpoint.keep)
+    metrics.say(f"step {run.step:>6}  saved {path}")
+    return run.step

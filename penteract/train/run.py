@@ -1,0 +1,214 @@
+"""One training run: its weights, its optimizer, its position; one update; saving and resuming."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penteract.checkpoint.io import Record, Shard, load, read_manifest, save
+from penteract.checkpoint.model import STATE_PREFIXES, boxes
+from penteract.collectives import all_reduce_
+from penteract.config import Config, ConfigError
+from penteract.config_file import to_dict
+from penteract.mesh import Mesh
+from penteract.nn.sequences import Noise
+from penteract.optim.adamw import AdamW
+from penteract.optim.norm import clip_coefficient, gradient_norm
+from penteract.optim.schedule import learning_rate
+from penteract.parallel.buffers import Buffers
+from penteract.parallel.pipeline.executor import execute
+from penteract.parallel.pipeline.schedules import accumulate
+from penteract.train.metrics import peak_memory_bytes
+from penteract.train.task import Task
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient of a step is NaN or infinite; the weights are those before it."""
+
+
+def read_values(values: Sequence[Tensor]) -> list[float]:
+    """The one place where a step reads numbers from the device; a dry run passes another."""
+    return [float(x) for x in torch.stack([v.double() for v in values]).tolist()]
+
+
+class Run:
+    """A run as one rank sees it. `step` updates are done; `update` does the next one."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        read: Callable[[Sequence[Tensor]], list[float]] = read_values,
+    ) -> None:
+        self.task, self.config, self.mesh, self.device, self.read = task, config, mesh, device, read
+        self.axis = mesh.axis("dp-cp")
+        self.buffers = Buffers(
+            task.model, self.axis, seed=config.train.seed, device=device,
+            more_axes=[mesh.axis("tp")],
+        )  # fmt: skip
+        self.optimizer = AdamW(self.buffers, config.optim)
+        self.step = 0
+        self.tokens = 0
+
+    # --- one update
+
+    def update(self) -> dict[str, Any]:
+        """Do one update; its line of metrics. Raises NonFiniteError on every rank alike."""
+        began = time.perf_counter()
+        step = self.step + 1
+        batches = self.task.batches(step)
+        loaded = time.perf_counter()
+        loss = self._gradients(step, batches)
+        computed = time.perf_counter()
+        norm = gradient_norm(self.buffers, self.mesh.axes)
+        lr = learning_rate(step, self.config.optim)
+        skip = ~torch.isfinite(norm + loss)
+        self.optimizer.step(lr, clip_coefficient(norm, self.config.optim.clip), skip)
+        loss_value, norm_value = self.read([loss, norm])
+        if not math.isfinite(loss_value) or not math.isfinite(norm_value):
+            raise NonFiniteError(self._explain(step, loss_value, norm_value))
+        done = time.perf_counter()
+        tokens = self.task.tokens(step)
+        self.step, self.tokens = step, self.tokens + tokens
+        times = [done - began, loaded - began, computed - loaded, done - computed]
+        worst = torch.tensor([*times, peak_memory_bytes(self.device)], dtype=torch.float64)
+        worst = all_reduce_(worst.to(self.device), self.mesh.axis("world"), "max")
+        seconds, *phases, memory = self.read(worst.unbind())
+        wait_ms, compute_ms, update_ms = (round(1e3 * s, 3) for s in phases)
+        return {
+            "step": step,
+            "loss": loss_value,
+            "grad_norm": norm_value,
+            "lr": lr,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens / seconds,
+            "flops_per_second": self.task.flops(step) / seconds,
+            "memory_bytes": int(memory),
+            "step_ms": round(1e3 * seconds, 3),
+            "data_wait_ms": wait_ms,
+            "compute_ms": compute_ms,  # forward, backward, what of the reduction is not hidden
+            "update_ms": update_ms,  # norm, clipping, optimizer
+        }
+
+    def _gradients(self, step: int, batches: Sequence[Any]) -> Tensor:
+        """Forward and backward of a step: gradients summed over the ranks; the loss, a scalar."""
+        self.task.model.train()
+        count = self._total([self.task.count(batch) for batch in batches])
+        scale = torch.where(count > 0, 1.0 / count, 0.0)  # nothing counted: loss and gradients 0
+        dp = self.mesh.axis("dp")
+
+        def forward(stage: int, i: int) -> dict[str, Tensor]:
+            noise = Noise(self.config.train.seed, step, i * dp.size + dp.rank)
+            return self.task.loss(batches[i], scale, noise)
+
+        self.buffers.begin()
+        terms = execute(accumulate(len(batches)), forward, self.buffers)
+        self.buffers.finish()
+        return all_reduce_(terms["loss"].double(), self.axis)
+
+    def _total(self, parts: Sequence[Tensor | float]) -> Tensor:
+        """Sum over this rank's parts and over the data ranks, float64, a scalar."""
+        local = torch.zeros((), dtype=torch.float64, device=self.device)
+        for part in parts:
+            local += part
+        return all_reduce_(local, self.axis)
+
+    def _explain(self, step: int, loss: float, norm: float) -> str:
+        samples = "".join(f"\n  {line}" for line in self.task.describe(step))
+        return (
+            f"step {step}: loss = {loss}, gradient norm = {norm}; the update was not made. A lower "
+            f"optim.lr, a longer optim.warmup or a look at the data may help. Samples:{samples}"
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """{validation set: mean loss in nats a token}, each from its own start; 0 if empty."""
+        self.task.model.eval()
+        one = torch.ones((), device=self.device)
+        losses = {}
+        for name, batches in self.task.validation.items():
+            sums, counts = [], []
+            for batch in batches():
+                sums.append(self.task.loss(batch, one, None)["loss"].double())
+                counts.append(self.task.count(batch))
+            total, count = self.read([self._total(sums), self._total(counts)])
+            losses[name] = total / count if count else 0.0
+            if not math.isfinite(losses[name]):
+                raise NonFiniteError(f"step {self.step}: loss of {name} = {losses[name]}")
+        return losses
+
+    # --- saving and resuming
+
+    def save(self, directory: Path) -> Path:
+        """Save everything the run is under `directory`; all ranks together."""
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "cursor": self.task.cursor(self.step),
+            "updates": self.optimizer.updates,
+            **self.task.state,
+        }
+        layout = {k: v for k, v in asdict(self.mesh.grid).items() if isinstance(v, (int, str))}
+        record = Record(step=self.step, config=to_dict(self.config), layout=layout, state=state)
+        return save(directory, record, list(self._shards()), axis=self.mesh.axis("world"))
+
+    def resume(self, path: Path) -> None:
+        """Continue the run saved at `path`. Raises ConfigError where model or data are others."""
+        manifest = read_manifest(path)
+        self._check_same(path, manifest.config, manifest.state)
+        load(path, list(self._shards()), axis=self.mesh.axis("world"))
+        self.step, self.tokens = manifest.state["step"], manifest.state["tokens"]
+        self.optimizer.updates = manifest.state["updates"]
+
+    def load_weights(self, path: Path) -> None:
+        """Start from the weights saved at `path`, with fresh moments, step and cursor."""
+        weights = [s for s in self._shards() if "/" not in s[0].tensor]
+        load(path, weights, axis=self.mesh.axis("world"), skip=STATE_PREFIXES)
+        for buffer in self.buffers.buffers:
+            if buffer.master is not buffer.data:
+                buffer.master.copy_(buffer.data)
+
+    def _check_same(self, path: Path, config: dict[str, Any], state: dict[str, Any]) -> None:
+        mine = {"model": to_dict(self.config)["model"], **self.task.state}
+        saved = {"model": config["model"], **{key: state.get(key) for key in self.task.state}}
+        seen, step = state["cursor"], state["step"]
+        if (would_have := self.task.cursor(step)) != seen:
+            raise ConfigError(
+                f"{path}: its {step} steps took {seen} samples, but with this train.global_batch "
+                f"and train.ramp they would have taken {would_have}: say in train.ramp how large "
+                f"the batches of the first {step} steps were, as in [[{step}, {seen // step}]]"
+            )
+        if wrong := list(_differences(saved, mine)):
+            raise ConfigError(
+                f"{path} is of another run, and training would not continue it:\n  "
+                + "\n  ".join(wrong)
+                + "\nChoose another checkpoint.dir, or start from its weights with checkpoint.load."
+            )
+
+    def _shards(self) -> Iterator[tuple[Shard, Tensor]]:
+        """Everything saved, as boxes of logical tensors: weights, masters, moments."""
+        for slot in self.buffers.slots():
+            parameter = slot.entry.parameter.detach()
+            yield from boxes("", slot.entry.placement, parameter)
+            if slot.master.dtype != parameter.dtype:
+                yield from boxes("master/", slot.entry.placement, slot.master)
+        for name, slot, moment in self.optimizer.state():
+            yield from boxes(f"{name}/", slot.entry.placement, moment)
+
+
+def _differences(saved: Any, mine: Any, key: str = "") -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(mine, dict):
+        for name in sorted({*saved, *mine}):
+            yield from _differences(saved.get(name), mine.get(name), f"{key}.{name}".lstrip("."))
+    elif saved != mine:
+        yield f"{key}: saved {saved!r}, now {mine!r}"

@@ -1,0 +1,207 @@
+"""Faults in a run: what is said, what every rank does, and what is left on the disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import Ranks, curve, metrics, newest, run, write_config, write_corpus
+
+from penteract.checkpoint.io import latest_good
+from penteract.checkpoint.storage import Files
+from penteract.data.indexed import IndexedFile
+from penteract.nn.model import Stage
+from penteract.train.run import Run
+
+SECTIONS: dict[str, dict[str, Any]] = {"checkpoint": {"every": 2}, "optim": {"decay": 6}}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path, SECTIONS)
+
+
+def at_step(step: int, rank: int, act: Callable[[Run], None]) -> Callable[[int], None]:
+    """What to run in each rank so that `rank` does something at the start of a step."""
+
+    def prepare(mine: int) -> None:
+        real = Run._gradients
+
+        def wrapped(self: Run, number: int, batches: Any) -> Any:
+            if (number, mine) == (step, rank):
+                act(self)
+            return real(self, number, batches)
+
+        Run._gradients = wrapped  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_nan_on_one_rank_stops_all_before_the_update(
+    tmp_path: Path, config: Path, rank: int
+) -> None:
+    def spoil(run: Run) -> None:
+        with torch.no_grad():
+            next(run.task.model.parameters()).fill_(float("nan"))
+
+    ranks = run(["train", config], 2, code=1, prepare=at_step(3, rank, spoil))
+    for said in ranks.err:
+        assert "NonFiniteError: step 3: loss = nan" in said
+        assert said.count("sample") >= 4
+        for index in range(8, 12):  # the third batch of four
+            assert f"{index}" in said
+        assert "text" in said
+    assert newest(tmp_path / "run").name == "step-00000002"
+    assert sorted(metrics(tmp_path / "run")) == [1, 2]
+    run(["train", config], 2)
+    run(["train", config, f"--log.dir={tmp_path}/whole"], 2)
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_a_hopeless_learning_rate_ends_with_the_step(tmp_path: Path, config: Path) -> None:
+    words = ["--train.dtype=float32", "--optim.lr=1e30", "--checkpoint.every=1"]
+    ranks = run(["train", config, *words], code=1)
+    assert "the update was not made" in ranks.err[0]
+    done = max(metrics(tmp_path / "run"))
+    assert f"step {done + 1}: loss = " in ranks.err[0]
+    assert newest(tmp_path / "run").name == f"step-{done:08d}"
+
+
+def test_an_evaluation_that_is_nan_saves_nothing(tmp_path: Path, config: Path) -> None:
+    def prepare(rank: int) -> None:
+        real = Run.evaluate
+
+        def spoiled(self: Run) -> dict[str, float]:
+            with torch.no_grad():
+                next(self.task.model.parameters()).fill_(float("inf"))
+            return real(self)
+
+        Run.evaluate = spoiled  # type: ignore[method-assign]
+
+    ranks = run(["train", config, "--train.eval_every=4"], 2, code=1, prepare=prepare)
+    assert "step 4: loss of text = nan" in ranks.err[0]
+    assert newest(tmp_path / "run").name == "step-00000002"
+
+
+def test_a_rank_that_raises_ends_the_others(tmp_path: Path, config: Path) -> None:
+    def fail(run: Run) -> None:
+        raise RuntimeError("planted on rank 1")
+
+    ranks = Ranks(["train", config], 2, prepare=at_step(4, 1, fail)).wait(within_s=20)
+    assert ranks.codes == [1, 1]
+    assert "RuntimeError: planted on rank 1" in ranks.err[1]
+    assert newest(tmp_path / "run").name == "step-00000002"
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, config: Path) -> None:
+    kill = lambda run: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    ranks = Ranks(["train", config], 2, prepare=at_step(4, 0, kill)).wait(within_s=20)
+    assert ranks.codes == [-signal.SIGKILL, 1]
+    assert newest(tmp_path / "run").name == "step-00000002"
+
+
+def test_a_full_disk_stops_all_and_leaves_no_half(tmp_path: Path, config: Path) -> None:
+    def prepare(rank: int) -> None:
+        real, calls = Files.write, 0
+
+        def full(self: Files, file: Any, data: memoryview) -> None:
+            nonlocal calls
+            calls += 1
+            if rank == 1 and calls > 3:
+                raise OSError(28, "No space left on device", file.name)
+            real(self, file, data)
+
+        Files.write = full  # type: ignore[method-assign]
+
+    ranks = run(["train", config], 2, code=2, prepare=prepare)
+    for said in ranks.err:
+        assert "No space left on device" in said
+        assert "bytes" in said
+        assert "Traceback" not in said
+    folder = tmp_path / "run/checkpoints"
+    assert not list(folder.glob(".tmp*"))
+    assert latest_good(folder, hashes=True) is not None or not list(folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
+def test_a_save_that_is_killed_keeps_the_step_before(
+    tmp_path: Path, config: Path, operation: str
+) -> None:
+    """The first save of the second checkpoint dies inside each kind of operation."""
+    run(["train", config, "--train.steps=2"], 2)
+
+    def prepare(rank: int) -> None:
+        def killed(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == 0:
+            setattr(Files, operation, killed)
+
+    ranks = Ranks(["train", config], 2, prepare=prepare).wait(within_s=20)
+    assert ranks.codes[0] == -signal.SIGKILL
+    assert newest(tmp_path / "run").name == "step-00000002"
+    ranks = run(["train", config], 2)
+    if operation != "create":
+        assert "removed, left by a save that did not finish" in ranks.err[0]
+    run(["train", config, f"--log.dir={tmp_path}/whole"], 2)
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert not list((tmp_path / "run/checkpoints").glob(".tmp*"))
+
+
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    config = write_config(tmp_path, {"data": {"valid_fraction": 0.0}})
+    file = IndexedFile(tmp_path / "text")
+    content = bytearray((tmp_path / "text.bin").read_bytes())
+    content[:] = b"\xff\x7f" * (len(content) // 2)
+    (tmp_path / "text.bin").write_bytes(content)
+    assert file.tokens > 0
+    ranks = Ranks(["train", config], 2).wait(within_s=20)
+    assert 2 in ranks.codes
+    assert "32767" in "".join(ranks.err)
+    assert "text" in "".join(ranks.err)
+    write_corpus(tmp_path / "text")
+    run(["train", config], 2)
+
+
+def test_a_reader_that_dies_is_an_error_and_no_hang(tmp_path: Path, config: Path) -> None:
+    def prepare(rank: int) -> None:
+        from penteract.data.loader import TrainSource
+
+        real = TrainSource.samples
+
+        def failing(self: TrainSource, indices: Any) -> Any:
+            if max(indices, default=0) >= 12:
+                raise RuntimeError("planted in the reader")
+            return real(self, indices)
+
+        TrainSource.samples = failing  # type: ignore[method-assign]
+
+    ranks = run(["train", config], code=1, prepare=prepare)
+    assert "planted in the reader" in ranks.err[0]
+    assert max(metrics(tmp_path / "run")) == 3
+
+
+def test_an_unused_parameter_does_not_stop_a_run(tmp_path: Path, config: Path) -> None:
+    """One that no rank's loss reaches counts as zero, on every rank alike."""
+
+    def prepare(rank: int) -> None:
+        real = Stage.forward
+
+        def cut(self: Stage, batch: Any, stream: Any = None, **more: Any) -> Any:
+            norm = self.layers[-2]
+            norm.weight.requires_grad_(False)
+            try:
+                return real(self, batch, stream, **more)
+            finally:
+                norm.weight.requires_grad_(True)
+
+        Stage.forward = cut  # type: ignore[method-assign]
+
+    run(["train", config], 2, prepare=prepare)
+    assert newest(tmp_path / "run").name == "step-00000006"
