@@ -40,7 +40,7 @@ from penteract.config import (
     resolve,
 )
 
-LARGEST_FILE_BYTES = 1 << 20
+LARGEST_FILE_BYTES = 1 << 18
 
 
 def keys() -> list[str]:

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -81,14 +82,13 @@ class Ranks:
         words = [str(word) for word in argv]
         context = multiprocessing.get_context("fork")
         port = free_port()
-        self.pipes, self.processes = [], []
+        self.folder = Path(tempfile.mkdtemp(prefix="penteract-test-"))
+        self.processes = []
         for rank in range(n):
-            ours, theirs = context.Pipe(duplex=False)
             place = {} if n == 1 else _environment(rank, n, port)
-            process = context.Process(target=_rank, args=(words, rank, place, prepare, theirs))
+            arguments = (words, rank, place, prepare, self.folder)
+            process = context.Process(target=_rank, args=arguments)
             process.start()
-            theirs.close()
-            self.pipes.append(ours)
             self.processes.append(process)
         self.out = [""] * n
         self.err = [""] * n
@@ -108,12 +108,10 @@ class Ranks:
             process.join(max(0.0, end - time.monotonic()))
         late = [rank for rank, code in enumerate(self.codes) if code is None]
         self.kill()
-        for rank, pipe in enumerate(self.pipes):
-            if pipe.poll():
-                files = [Path(name) for name in pipe.recv()]
-                self.out[rank], self.err[rank] = (file.read_text() for file in files)
-                for file in files:
-                    file.unlink()
+        if self.folder.exists():
+            for rank in range(len(self.processes)):
+                self.out[rank], self.err[rank] = _read(self.folder, rank)
+            shutil.rmtree(self.folder)
         assert not late, f"ranks {late} did not end within {within_s} s: {self.err}"
         return self
 
@@ -128,13 +126,17 @@ def _environment(rank: int, n: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in names.items()}}
 
 
-def _rank(argv: list[str], rank: int, place: dict[str, str], prepare: Any, pipe: Any) -> None:
+def _read(folder: Path, rank: int) -> list[str]:
+    """What a rank wrote; one that was killed at once has written nothing."""
+    files = [folder / f"{name}{rank}" for name in ("out", "err")]
+    return [file.read_text() if file.exists() else "" for file in files]
+
+
+def _rank(argv: list[str], rank: int, place: dict[str, str], prepare: Any, folder: Path) -> None:
     """A rank's whole life; it never returns into the test."""
     code = 99
     try:
-        names = [tempfile.mkstemp(prefix="penteract-test-")[1] for _ in range(2)]
-        pipe.send(names)
-        sys.stdout, sys.stderr = (open(name, "w") for name in names)  # noqa: SIM115
+        sys.stdout, sys.stderr = ((folder / f"{name}{rank}").open("w") for name in ("out", "err"))
         os.dup2(sys.stderr.fileno(), 2)
         logging.root.handlers.clear()
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -69,6 +69,7 @@ __all__ = [
     "latest_good",
     "load",
     "lock",
+    "newest",
     "read_manifest",
     "read_tensor",
     "retain",
@@ -125,6 +126,21 @@ def save(
     if axis.rank == 0:
         log.info("%s: committed, %d bytes", directory / name, needed)
     return directory / name
+
+
+def newest(directory: Path | str, *, axis: Axis) -> Path | None:
+    """The newest step whose every file is as it was written; None where no step was ever saved.
+
+    Rank 0 looks, hashes and passes over damaged steps with a log line; all ranks of `axis` get its
+    choice, or its CheckpointError.
+    """
+
+    def look() -> str | None:
+        found = latest_good(directory, fall_back=True, hashes=True) if axis.rank == 0 else None
+        return None if found is None else found.name
+
+    name = _together(axis, look)[0]
+    return None if name is None else Path(directory) / name
 
 
 def _together(axis: Axis, stage: Callable[[], Any]) -> list[Any]:

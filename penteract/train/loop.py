@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from penteract.checkpoint.io import find_step, latest_good, lock, retain
+from penteract.checkpoint.io import find_step, lock, newest, retain
 from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh
@@ -33,6 +33,7 @@ def train(
     """
     assert config.checkpoint.dir is not None
     checkpoints, rank0 = Path(config.checkpoint.dir), mesh.rank == 0
+    world = mesh.axis("world")
     steps, every = config.train.steps, config.checkpoint.every
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest(config.train.max_minutes))
@@ -42,13 +43,13 @@ def train(
         run = Run(task, config, mesh, device)
         metrics = _open_metrics(config, active=rank0)
         stack.callback(metrics.close)
-        newest = latest_good(checkpoints, fall_back=True)
-        metrics.say(_restore(run, newest))
+        found = newest(checkpoints, axis=world)
+        metrics.say(_restore(run, found))
         if rank0:
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        saved = None if newest is None else run.step
+        saved = None if found is None else run.step
         evaluate_every = config.train.eval_every or steps
-        while run.step < steps and not stop.agreed(mesh.axis("world")):
+        while run.step < steps and not stop.agreed(world, device):
             metrics.step(run.update())
             if task.validation and (run.step % evaluate_every == 0 or run.step == steps):
                 metrics.evaluation(run.step, run.evaluate())
@@ -74,7 +75,7 @@ def _restore(run: Run, path: Path | None) -> str:
     """Continue the step at `path`, or start from other weights, or from the seed; says which."""
     options, steps = run.config.checkpoint, run.config.train.steps
     if path is not None:
-        run.resume(path)
+        run.resume(path, check_hashes=False)  # they were, when it was chosen
         if run.step >= steps:
             return f"{path}: step {run.step} of {steps} is done already; raise train.steps to go on"
         return f"continuing {path} at step {run.step} of {steps}"

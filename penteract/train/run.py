@@ -162,11 +162,12 @@ class Run:
         record = Record(step=self.step, config=to_dict(self.config), layout=layout, state=state)
         return save(directory, record, list(self._shards()), axis=self.mesh.axis("world"))
 
-    def resume(self, path: Path) -> None:
+    def resume(self, path: Path, *, check_hashes: bool = True) -> None:
         """Continue the run saved at `path`. Raises ConfigError where model or data are others."""
         manifest = read_manifest(path)
         self._check_same(path, manifest.config, manifest.state)
-        load(path, list(self._shards()), axis=self.mesh.axis("world"))
+        shards, world = list(self._shards()), self.mesh.axis("world")
+        load(path, shards, axis=world, check_hashes=check_hashes)
         self.step, self.tokens = manifest.state["step"], manifest.state["tokens"]
         self.optimizer.updates = manifest.state["updates"]
 

@@ -11,6 +11,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from penteract.mesh import Axis
 
 SAME_REQUEST_S = 1.0  # some senders, `timeout` for one, signal both a process and its group
@@ -67,11 +69,11 @@ class StopRequest:
             return "train.max_minutes"
         return None
 
-    def agreed(self, world: Axis) -> bool:
+    def agreed(self, world: Axis, device: torch.device) -> bool:
         """True on every rank where any rank wants to stop. Every rank must call this together."""
         import torch  # here, so that a run can listen for signals while it imports torch
 
         from penteract.collectives import all_reduce_
 
-        wish = torch.tensor(float(self.reason is not None))
+        wish = torch.tensor(float(self.reason is not None), device=device)
         return bool(all_reduce_(wish, world, "max").item())

@@ -115,6 +115,7 @@ def test_a_kill_before_each_operation_of_a_save(tmp_path: Path) -> None:
         ranks = Ranks(words, 2, prepare=killed_in_a_save(at)).wait()
         if ranks.codes == [0, 0]:
             break
+        latest_good(tmp_path / f"{at}/checkpoints", hashes=True)  # raises where it is damaged
         run(words, 2)
         assert curve(tmp_path / f"{at}") == curve(tmp_path / "undisturbed"), at
         assert_same_state(newest(tmp_path / f"{at}"), newest(tmp_path / "undisturbed"))

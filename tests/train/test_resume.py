@@ -259,14 +259,18 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, config: Path) -
     run(["train", config])
 
 
-def test_a_cut_checkpoint_gives_way_to_the_one_before(
-    tmp_path: Path, config: Path, undisturbed: Path
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    tmp_path: Path, config: Path, undisturbed: Path, damage: str
 ) -> None:
     run(["train", config, "--train.steps=8"])
     path = next(newest(tmp_path / "run").glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-1])
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole if damage == "flipped" else path.read_bytes()[:-1])
     ranks = run(["train", config], 2)
     assert "step 8 is damaged" in ranks.err[0]
+    assert path.name in ranks.err[0]
     assert "at step 5 of 10" in ranks.err[0]
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(undisturbed), rtol=1e-12)
 
