@@ -1,7 +1,5 @@
 """Cached generation equals a whole forward; sampling draws what it says."""
 
-from typing import Any
-
 import pytest
 import torch
 from parity.matrix import MODELS
@@ -12,7 +10,7 @@ from penteract.config_file import from_dict
 from penteract.families import model_spec
 from penteract.mesh import single
 from penteract.nn.attention import Attention
-from penteract.nn.generate import Sampling, choose, generate
+from penteract.nn.generate import Sampling, generate
 from penteract.nn.model import Stage
 from penteract.nn.sequences import Sequences
 from penteract.parallel.parameters import materialise
@@ -89,34 +87,3 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
     prompt = torch.zeros(1, 10).long()
     with pytest.raises(ValueError, match="17, but the model has 16 positions: ask for at most 6"):
         next(generate(model, prompt, max_tokens=7, sampling=Sampling()))
-
-
-@pytest.mark.parametrize(
-    "values", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}]
-)
-def test_impossible_sampling_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(values))):
-        Sampling(**values)
-
-
-def frequencies(sampling: Sampling) -> list[float]:
-    """How often each of four tokens of probability .4 .3 .2 .1 is drawn."""
-    logits = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=F64).log().expand(4000, 4)
-    chosen = choose(logits, sampling, step=1)
-    return (torch.bincount(chosen, minlength=4) / 4000).tolist()
-
-
-@pytest.mark.parametrize(
-    ("sampling", "wanted"),
-    [
-        (Sampling(), [0.1, 0.4, 0.2, 0.3]),
-        (Sampling(top_k=2), [0, 4 / 7, 0, 3 / 7]),
-        (Sampling(top_p=0.5), [0, 4 / 7, 0, 3 / 7]),
-        (Sampling(top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9]),
-        (Sampling(top_k=1), [0, 1, 0, 0]),
-        (Sampling(temperature=0.5), [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
-        (Sampling(temperature=0), [0, 1, 0, 0]),
-    ],
-)
-def test_tokens_are_drawn_with_their_probabilities(sampling: Sampling, wanted: list[float]) -> None:
-    assert frequencies(sampling) == pytest.approx(wanted, abs=0.03)

@@ -1,4 +1,4 @@
-"""Drawing the next token, checked by brute force, and generation with a model."""
+"""Drawing the next token, checked by brute force."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penteract.config import ModelConfig
-from penteract.families import model_spec
-from penteract.mesh import single
-from penteract.nn.generate import Sampling, choose, generate
-from penteract.nn.model import Stage
-from penteract.nn.sequences import Sequences
-from penteract.parallel.parameters import materialise
+from penteract.nn.generate import Sampling, choose
 from penteract.random import uniform
 
 
@@ -109,58 +103,3 @@ def test_a_draw_depends_on_seed_step_and_row_alone() -> None:
 def test_impossible_sampling_is_refused(wrong: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Sampling(**wrong)  # type: ignore[arg-type]
-
-
-def model(family: str) -> Stage:
-    config = ModelConfig(
-        family=family, layers=2, hidden=16, ffn=24, heads=2, kv_heads=2, head_size=8, vocab=31,
-        max_positions=24, init_std=0.5, bias=family == "gpt2",
-    )  # type: ignore[arg-type]  # fmt: skip
-    stage = Stage(model_spec(config), single("tp"), dtype=torch.float64)
-    materialise(stage, seed=1)
-    return stage.eval()
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_generation_is_the_model_read_whole_each_time(family: str) -> None:
-    stage = model(family)
-    prompts = torch.tensor([[3, 1, 4], [2, 7, 1]])
-    sampling = Sampling(0.9, top_k=10, seed=2)
-    stream = generate(stage, prompts, max_tokens=12, sampling=sampling)
-    text = prompts
-    for step, chosen in enumerate(stream):
-        n, s = text.shape
-        with torch.no_grad():
-            logits = stage.logits(text.flatten(), Sequences.of((s,) * n)).view(n, s, -1)[:, -1]
-        assert list(chosen) == choose(logits, sampling, step).tolist()
-        text = torch.cat([text, torch.tensor(chosen)[:, None]], 1)
-    assert text.shape == (2, 15)
-
-
-def test_generation_ends_when_every_sequence_has_stopped() -> None:
-    stage = model("llama")
-    prompts = torch.arange(6)[:, None]
-    free = list(generate(stage, prompts, max_tokens=20, sampling=Sampling(seed=3)))
-    stop = 7
-    stopped = list(generate(stage, prompts, max_tokens=20, sampling=Sampling(seed=3), stop=stop))
-    for row in range(6):
-        column = [tokens[row] for tokens in free]
-        ends = column.index(stop) if stop in column else len(column)
-        found = [tokens[row] for tokens in stopped]
-        assert found[:ends] == column[: min(ends, len(found))]
-        assert set(found[ends:]) <= {stop}
-    only = generate(stage, prompts[:1], max_tokens=20, sampling=Sampling(0.0), stop=None)
-    first = next(iter(only))[0]
-    assert list(
-        generate(stage, prompts[:1], max_tokens=20, sampling=Sampling(0.0), stop=first)
-    ) == [[first]]
-
-
-def test_what_cannot_be_generated_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt is empty"):
-        next(generate(model("llama"), torch.zeros(1, 0, dtype=torch.int64), max_tokens=1,
-                      sampling=Sampling()))  # fmt: skip
-    prompt = torch.zeros(1, 20, dtype=torch.int64)
-    with pytest.raises(ValueError, match="24 positions: ask for at most 4"):
-        next(generate(model("gpt2"), prompt, max_tokens=5, sampling=Sampling()))
-    assert len(list(generate(model("gpt2"), prompt, max_tokens=4, sampling=Sampling()))) == 4
