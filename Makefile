@@ -12,7 +12,7 @@ help:
 	@echo "make demo       train a small Llama on real text with two processes, then let it write"
 	@echo "make test       checks and the fast tests"
 	@echo "make test-slow  full matrices, fuzzing and chaos"
-	@echo "make check      format, lint, types, spelling"
+	@echo "make check      format, lint, types, spelling, import arrow"
 	@echo "make format     rewrite files in the project's format"
 	@echo "make bench      every benchmark"
 	@echo "make docs       check that links and commands in the docs hold"
@@ -37,6 +37,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/codespell
+	$(BIN)/python -m pytest tests/test_import_arrow.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 a fault; 2 the user's input is wrong (one message, no trac
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import sys
@@ -14,11 +15,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from penteract.errors import UserError
 from penteract.launch import die_with_parent, environment, report_failure, start_local
 
 if TYPE_CHECKING:
     from penteract.config import Config
-    from penteract.data.tokenizers import Tokenizer
+
+FILE_ERRORS = (
+    FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError,
+)  # fmt: skip
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -30,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    arguments.argv, arguments.overrides = argv, rest
-    if rest and arguments.command is not train:
+    arguments.argv, arguments.rest = argv, rest
+    if rest and arguments.command not in (train, data_show):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(arguments.command(arguments))
@@ -41,19 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except Exception as error:
-        if _is_for_the_user(error):
-            report_failure(f"penteract: {error}")
-            return 2
-        report_failure(traceback.format_exc())
-        return 1
+        code, text = _verdict(error)
+        report_failure(text)
+        return code
 
 
-def _is_for_the_user(error: Exception) -> bool:
-    """Whether it is a ValueError that our own code raised: those are about a file, key or value."""
-    if not isinstance(error, ValueError):
-        return False
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].f_globals["__name__"].partition(".")[0] == __package__
+def _verdict(error: Exception) -> tuple[int, str]:
+    """The exit code that an error gives, and what is shown of it."""
+    from penteract.checkpoint.format import SaveError
+
+    if isinstance(error, UserError):
+        return 1 if isinstance(error, SaveError) else 2, f"penteract: {error}"
+    if isinstance(error, FILE_ERRORS) and error.filename:
+        return 2, f"penteract: {error.filename}: {error.strerror}"
+    return 1, "".join(traceback.format_exception(error))
 
 
 # --- commands ---
@@ -61,25 +67,40 @@ def _is_for_the_user(error: Exception) -> bool:
 
 def train(arguments: argparse.Namespace) -> int:
     """Train a model."""
-    from penteract.config import ConfigError, check_world
-    from penteract.config_file import help_text, load, to_toml
+    from penteract.config import check_world
+    from penteract.config_file import help_text, to_toml
 
     if arguments.help:
         print(f"{arguments.parser.format_help()}\nEvery key of the file is an option too.\n")
         print(help_text())
         return 0
-    if arguments.config is None:
-        raise ConfigError("train needs a configuration file: penteract train CONFIG.toml")
-    config = load(arguments.config, arguments.overrides)
+    place = (arguments.world, arguments.rank)
+    if place != (None, None) and not arguments.dry_run:
+        raise UserError("--world and --rank are for --dry-run")
+    if arguments.dry_run and arguments.nproc is not None:
+        raise UserError("--dry-run is one process: give --world, not --nproc")
+    config = _load(arguments)
     if arguments.print_config:
-        print(to_toml(config), end="")
+        from penteract.train.language_model import with_vocabulary
+
+        print(to_toml(with_vocabulary(config)[0]), end="")
         return 0
     if arguments.dry_run:
-        return _dry_run(config, arguments.world, arguments.rank)
+        return _dry_run(config, arguments.world or 1, arguments.rank or 0)
     if arguments.nproc is not None:
         check_world(config.parallel, arguments.nproc)
         return start_local(arguments.nproc, _without_nproc(arguments.argv))
     return _train_rank(config)
+
+
+def _load(arguments: argparse.Namespace) -> Config:
+    from penteract.config_file import load, split_config
+
+    path, overrides = split_config(arguments.rest)
+    if path is None:
+        command = arguments.parser.prog
+        raise UserError(f"{command} needs a configuration file: {command} CONFIG.toml")
+    return load(path, overrides)
 
 
 def _train_rank(config: Config) -> int:
@@ -107,13 +128,13 @@ def _train_rank(config: Config) -> int:
 
 
 def _dry_run(config: Config, world: int, rank: int) -> int:
-    from penteract.config import ConfigError, check_world
+    from penteract.config import check_world
     from penteract.train.dry_run import dry_run
     from penteract.train.language_model import with_vocabulary
 
     check_world(config.parallel, world)
     if not 0 <= rank < world:
-        raise ConfigError(f"--rank {rank} is outside 0 .. {world - 1} of --world {world}")
+        raise UserError(f"--rank {rank} is outside 0 .. {world - 1} of --world {world}")
     config, _ = with_vocabulary(config)
     print("\n".join(dry_run(config, _grid(config, world), rank)))
     return 0
@@ -138,19 +159,14 @@ def _without_nproc(argv: Sequence[str]) -> list[str]:
 
 def layout(arguments: argparse.Namespace) -> int:
     """Show which rank is where."""
-    from penteract.config import ConfigError
     from penteract.mesh import Grid, draw, layout_json
 
     sizes = {name: getattr(arguments, name) for name in ("tp", "cp", "pp", "ep", "etp", "order")}
-    try:
-        grid = Grid(arguments.world, **sizes)
-        if arguments.json:
-            json.dump(layout_json(grid), sys.stdout, separators=(",", ":"))
-            print()
-        else:
-            print(draw(grid, arguments.gpus_per_node))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    grid = Grid(arguments.world, **sizes)
+    if arguments.json:
+        print(json.dumps(layout_json(grid), separators=(",", ":")))
+    else:
+        print(draw(grid, arguments.gpus_per_node))
     return 0
 
 
@@ -177,25 +193,26 @@ def data_build(arguments: argparse.Namespace) -> int:
 def data_inspect(arguments: argparse.Namespace) -> int:
     """Describe a token file."""
     from penteract.data.build import inspect
+    from penteract.data.tokenizers import load_tokenizer
 
-    print("\n".join(inspect(arguments.prefix, _tokenizer(arguments.tokenizer))))
+    spec = arguments.tokenizer
+    tokenizer = None if spec is None else load_tokenizer(spec, arguments.eod)
+    print("\n".join(inspect(arguments.prefix, tokenizer)))
     return 0
 
 
 def data_show(arguments: argparse.Namespace) -> int:
     """Name the samples that a step of a run saw."""
-    from penteract.config_file import load
     from penteract.data.loader import show
-    from penteract.data.tokenizers import load_tokenizer
     from penteract.train.batch_ramp import cursor, global_batch
     from penteract.train.language_model import train_source, with_vocabulary
 
-    config, _ = with_vocabulary(load(arguments.config))
+    config, tokenizer = with_vocabulary(_load(arguments))
     lines = show(
         train_source(config),
         cursor=cursor(arguments.step - 1, config.train),
         global_batch=global_batch(arguments.step, config.train),
-        tokenizer=load_tokenizer(config.data.tokenizer),
+        tokenizer=tokenizer,
     )
     print("\n".join(lines))
     return 0
@@ -225,42 +242,39 @@ def generate(arguments: argparse.Namespace) -> int:
 
     from penteract.checkpoint.io import find_step
     from penteract.checkpoint.model import load_model
-    from penteract.config import ConfigError
     from penteract.data.tokenizers import load_tokenizer
     from penteract.nn.generate import Sampling, generate
 
     path = find_step(arguments.checkpoint)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, config, state = load_model(path, device=device)
-    tokenizer = load_tokenizer(arguments.tokenizer or config.data.tokenizer)
+    spec = arguments.tokenizer or config.data.tokenizer
+    tokenizer = load_tokenizer(spec, config.data.end_of_document)
     if tokenizer.hash != state.get("tokenizer", tokenizer.hash):
-        raise ConfigError(f"{path} was trained with another tokenizer: name it with --tokenizer")
+        raise UserError(f"{path} was trained with another tokenizer: name it with --tokenizer")
     prompt = tokenizer.encode(arguments.prompt).tolist() or [tokenizer.end_of_document]
-    stream = tokenizer.stream()
-    print(arguments.prompt, end="", flush=True)
+    prompts = torch.tensor([prompt], device=device)
+    stop = None if arguments.ignore_end else tokenizer.end_of_document
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-        stop = None if arguments.ignore_end else tokenizer.end_of_document
-        prompts = torch.tensor([prompt], device=device)
         tokens = generate(
             model, prompts, max_tokens=arguments.max_tokens, sampling=sampling, stop=stop
         )
-        for (token,) in tokens:
-            if token != stop:
-                print(stream.push(token), end="", flush=True)
+        first = next(tokens)  # the lengths are checked here
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise UserError(str(error)) from None
+    stream = tokenizer.stream()
+    print(arguments.prompt, end="", flush=True)
+    for (token,) in itertools.chain([first], tokens):
+        if token != stop:
+            print(stream.push(token), end="", flush=True)
     print(stream.finish())
     return 0
 
 
-def _tokenizer(spec: str | None) -> Tokenizer | None:
-    from penteract.data.tokenizers import load_tokenizer
-
-    return None if spec is None else load_tokenizer(spec)
-
-
 # --- options ---
+
+WITH_CONFIG = "%(prog)s CONFIG.toml [options] [--section.key VALUE ...]"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -303,16 +317,15 @@ def _positive(text: str) -> int:
 
 def _add_train(commands: Any) -> None:
     example = "penteract train configs/demo.toml --nproc 2 --train.steps 100"
-    p = _command(commands, "train", train, example, add_help=False)
-    p.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the configuration")
+    p = _command(commands, "train", train, example, add_help=False, usage=WITH_CONFIG)
     p.add_argument("-h", "--help", action="store_true", help="show this, and every key")
     p.add_argument("--nproc", type=_positive, metavar="N", help="start N local ranks")
     p.add_argument("--print-config", action="store_true", help="print the resolved TOML and stop")
     p.add_argument(
         "--dry-run", action="store_true", help="one step on shapes alone, as any rank of any world"
     )
-    p.add_argument("--world", type=_positive, default=1, metavar="N", help="world of a dry run")
-    p.add_argument("--rank", type=int, default=0, metavar="R", help="rank of a dry run")
+    p.add_argument("--world", type=_positive, metavar="N", help="world of a dry run")
+    p.add_argument("--rank", type=int, metavar="R", help="rank of a dry run")
 
 
 def _add_layout(commands: Any) -> None:
@@ -351,8 +364,9 @@ def _add_data(commands: Any) -> None:
     p = _command(data, "inspect", data_inspect, "penteract data inspect data/stdlib")
     p.add_argument("prefix", metavar="PREFIX", help="a token file without .bin/.idx")
     p.add_argument("--tokenizer", help="to show the first tokens as text")
-    p = _command(data, "show", data_show, "penteract data show configs/demo.toml --step 1000")
-    p.add_argument("config", metavar="CONFIG.toml", help="the run's configuration")
+    p.add_argument("--eod", metavar="TOKEN", help="the tokenizer's token that ends a document")
+    example = "penteract data show configs/demo.toml --step 1000"
+    p = _command(data, "show", data_show, example, usage=WITH_CONFIG)
     p.add_argument("--step", type=_positive, required=True, metavar="N", help="from 1")
 
 

@@ -13,10 +13,11 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from penteract.errors import UserError
 from penteract.layout_rules import check_layout, divisors
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """The user's configuration is wrong; the message says what, why, and what works."""
 
 
@@ -101,13 +102,20 @@ class SourceConfig:
     """Share of the samples, relative to the others' weights; by size where no source has one."""
 
 
+def _source(value: object) -> object:
+    return {"prefix": value} if isinstance(value, str) else value
+
+
+Source = Annotated[SourceConfig, BeforeValidator(_source)]
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataConfig:
     """Token files and how samples are cut from them."""
 
-    train: tuple[str | SourceConfig, ...] = ()
+    train: tuple[Source, ...] = ()
     """Token-file prefixes to train on, each a string or {prefix, weight}."""
-    valid: tuple[str | SourceConfig, ...] = ()
+    valid: tuple[Source, ...] = ()
     """Token-file prefixes to evaluate on; each is a validation set of its own."""
     valid_fraction: Fraction = 0.0
     """Held-out tail of each training file, used where data.valid is empty."""
@@ -115,6 +123,8 @@ class DataConfig:
     """Tokens in a sequence."""
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json, relative to the TOML file."""
+    end_of_document: str | None = None
+    """Token of a tokenizer.json that ends a document, as --eod of `penteract data build`."""
     seed: Natural = 0
     """Seed of the sample order."""
 
@@ -132,11 +142,11 @@ class OptimConfig:
     warmup: Natural = 0
     """Steps of linear warm-up."""
     decay: Count | None = None
-    """The step at which decay ends; train.steps unless given."""
+    """The step at which decay ends; train.steps, or the end of a longer warm-up, unless given."""
     schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "wsd"] = "cosine"
     """Shape after warm-up; wsd is warm-up, stable, then a linear cool-down."""
     cooldown: Count | None = None
-    """Steps of the cool-down of wsd; a tenth of decay unless given."""
+    """Steps of the cool-down of wsd; a tenth of decay (of train.steps) unless given."""
     weight_decay: Annotated[Real, Field(ge=0)] = 0.1
     """Decay of weight matrices and embeddings; norms and biases never decay."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -178,13 +188,13 @@ class CheckpointConfig:
     """Where and when the run is saved."""
 
     dir: str | None = None
-    """Folder of checkpoints; log.dir/checkpoints unless given."""
+    """Folder of checkpoints, relative to the current directory; else log.dir/checkpoints."""
     every: Natural = 0
     """Steps between checkpoints; the last step is always saved."""
     keep: Count | None = None
     """Keep the newest N; all unless given."""
     load: str | None = None
-    """Start a fresh run from this checkpoint's weights."""
+    """Start a fresh run from this checkpoint's weights; relative to the current directory."""
     load_state: bool = False
     """With checkpoint.load: its moments, step and data cursor too."""
 
@@ -194,7 +204,7 @@ class LogConfig:
     """What a run writes about itself."""
 
     dir: str = "runs/default"
-    """Folder of the run's files."""
+    """Folder of the run's files, relative to the current directory."""
     every: Count = 10
     """Steps between lines on the terminal."""
     tensorboard: bool = False
@@ -216,7 +226,50 @@ class Config:
 
 def resolve(config: Config) -> Config:
     """Fill in defaults that depend on other keys; check every rule that needs no world size."""
-    model, optim = config.model, config.optim
+    _check_weights(config.data.train)
+    _check_validation(config)
+    ends = [until for until, _ in config.train.ramp]
+    if ends != sorted(set(ends)):
+        raise ConfigError(f"train.ramp: steps must rise, got {ends}")
+    if config.checkpoint.load_state and config.checkpoint.load is None:
+        raise ConfigError("checkpoint.load_state = true needs checkpoint.load")
+    return dataclasses.replace(
+        config,
+        model=_resolve_model(config.model, config.data.seq),
+        optim=_resolve_optim(config.optim, config.train.steps),
+        parallel=dataclasses.replace(
+            config.parallel, etp=config.parallel.etp or config.parallel.tp
+        ),
+        checkpoint=dataclasses.replace(
+            config.checkpoint, dir=config.checkpoint.dir or f"{config.log.dir}/checkpoints"
+        ),
+    )
+
+
+def _check_weights(sources: tuple[SourceConfig, ...]) -> None:
+    without = [source.prefix for source in sources if source.weight is None]
+    if 0 < len(without) < len(sources):
+        raise ConfigError(
+            f"data.train: give every source a weight or none; without one: {', '.join(without)}"
+        )
+
+
+def _check_validation(config: Config) -> None:
+    """Losses are reported by the sources' names, over train.eval_steps global batches."""
+    key, sources = "data.valid", config.data.valid
+    if not sources and config.data.valid_fraction > 0:
+        key, sources = "data.train", config.data.train
+    names = [Path(source.prefix).name for source in sources]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"{key}: names of validation sets must differ, got {names}")
+    if sources and config.train.eval_steps == 0:
+        raise ConfigError(
+            "train.eval_steps = 0 evaluates nothing: it must be at least 1; to switch evaluation "
+            "off, leave data.valid empty and data.valid_fraction 0"
+        )
+
+
+def _resolve_model(model: ModelConfig, seq: int) -> ModelConfig:
     if model.head_size is None and model.hidden % model.heads:
         raise ConfigError(
             f"model.hidden = {model.hidden} is no multiple of model.heads = {model.heads}: give "
@@ -235,50 +288,38 @@ def resolve(config: Config) -> Config:
             f"model.head_size = {head_size}: rotary positions need an even size; nearest: "
             f"model.head_size = {_nearest_multiples(head_size, 2)}"
         )
-    max_positions = model.max_positions or config.data.seq
-    if model.family == "gpt2" and config.data.seq > max_positions:
+    max_positions = model.max_positions or seq
+    if model.family == "gpt2" and seq > max_positions:
         raise ConfigError(
-            f"data.seq = {config.data.seq} is longer than model.max_positions = {max_positions}"
+            f"data.seq = {seq} is longer than model.max_positions = {max_positions}: data.seq can "
+            f"be at most {max_positions}, or model.max_positions at least {seq}"
         )
-    if optim.min_lr > optim.lr:
-        raise ConfigError(f"optim.min_lr = {optim.min_lr} is above optim.lr = {optim.lr}")
-    decay = optim.decay or max(config.train.steps, 1)
-    if optim.schedule in ("cosine", "linear", "wsd") and optim.warmup > decay:
-        raise ConfigError(
-            f"optim.warmup = {optim.warmup} is longer than optim.decay = {decay} (train.steps "
-            "unless given)"
-        )
-    cooldown = optim.cooldown or max(1, decay // 10)
-    if optim.schedule == "wsd" and optim.warmup + cooldown > decay:
-        raise ConfigError(
-            f"optim.warmup + optim.cooldown = {optim.warmup} + {cooldown} is longer than "
-            f"optim.decay = {decay}"
-        )
-    ends = [until for until, _ in config.train.ramp]
-    if ends != sorted(set(ends)):
-        raise ConfigError(f"train.ramp: steps must rise, got {ends}")
-    names = [Path(s.prefix if isinstance(s, SourceConfig) else s).name for s in config.data.valid]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"data.valid: names of validation sets must differ, got {names}")
-    if config.checkpoint.load_state and config.checkpoint.load is None:
-        raise ConfigError("checkpoint.load_state = true needs checkpoint.load")
     return dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            model,
-            head_size=head_size,
-            kv_heads=kv_heads,
-            bias=(model.family == "gpt2") if model.bias is None else model.bias,
-            max_positions=max_positions,
-        ),
-        optim=dataclasses.replace(optim, decay=decay, cooldown=cooldown),
-        parallel=dataclasses.replace(
-            config.parallel, etp=config.parallel.etp or config.parallel.tp
-        ),
-        checkpoint=dataclasses.replace(
-            config.checkpoint, dir=config.checkpoint.dir or f"{config.log.dir}/checkpoints"
-        ),
+        model,
+        head_size=head_size,
+        kv_heads=kv_heads,
+        bias=(model.family == "gpt2") if model.bias is None else model.bias,
+        max_positions=max_positions,
     )
+
+
+def _resolve_optim(optim: OptimConfig, steps: int) -> OptimConfig:
+    if optim.min_lr > optim.lr:
+        raise ConfigError(
+            f"optim.min_lr = {optim.min_lr} is above optim.lr = {optim.lr}: optim.min_lr can be "
+            f"at most {optim.lr}, or optim.lr at least {optim.min_lr}"
+        )
+    cooldown = optim.cooldown or max(1, (optim.decay or steps) // 10)
+    rise, needed = "optim.warmup", optim.warmup
+    if optim.schedule == "wsd":
+        rise, needed = f"{rise} + optim.cooldown", needed + cooldown
+    decay = optim.decay or max(steps, needed, 1)
+    if optim.schedule in ("cosine", "linear", "wsd") and needed > decay:
+        raise ConfigError(
+            f"{rise} = {needed} is longer than optim.decay = {decay}: it can be at most {decay}, "
+            f"or optim.decay at least {needed}"
+        )
+    return dataclasses.replace(optim, decay=decay, cooldown=cooldown)
 
 
 def _nearest_multiples(n: int, of: int) -> str:
@@ -288,12 +329,9 @@ def _nearest_multiples(n: int, of: int) -> str:
 
 
 def check_world(parallel: ParallelConfig, world: int) -> None:
-    """Every rule that joins the layout with the number of ranks. Raises ConfigError."""
-    try:
-        sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep", "etp")}
-        check_layout(world, sizes, parallel.order)
-    except ValueError as error:
-        raise ConfigError(f"[parallel]: {error}") from None
+    """Every rule that joins the layout with the number of ranks. Raises UserError."""
+    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep", "etp")}
+    check_layout(world, sizes, parallel.order)
     for axis in ("tp", "cp", "pp", "ep", "etp"):
         if (size := getattr(parallel, axis)) not in (1, None):
             raise ConfigError(

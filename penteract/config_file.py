@@ -76,6 +76,21 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"command line: {name}: unknown key{hint}")
 
 
+def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The configuration file of a command line, and its other words, the overrides.
+
+    The file is the first word that ends in .toml and is not the value of an option, else the first
+    word of all, else None.
+    """
+    options = {f"--{key}" for key in keys()}
+    values = {i + 1 for i, word in enumerate(words) if word in options}
+    files = (i for i, word in enumerate(words) if i not in values and word.endswith(".toml"))
+    place = next(files, 0)
+    if not words or words[place].startswith("-"):
+        return None, list(words)
+    return words[place], [*words[:place], *words[place + 1 :]]
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, apply `--section.key value` overrides, and check what needs no world.
 
@@ -169,8 +184,7 @@ def _explain(error: ValidationError, path: Path | str) -> str:
 
 
 def _absolute_paths(config: Config, folder: Path) -> Config:
-    def absolute(source: str | SourceConfig) -> SourceConfig:
-        source = SourceConfig(prefix=source) if isinstance(source, str) else source
+    def absolute(source: SourceConfig) -> SourceConfig:
         return dataclasses.replace(source, prefix=str((folder / source.prefix).absolute()))
 
     data = config.data

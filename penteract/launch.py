@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from penteract.errors import UserError
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -55,7 +57,7 @@ class Launch:
 def environment(variables: Mapping[str, str] | None = None) -> Launch:
     """This process's place, from torchrun's variables, else SLURM's, else a single process.
 
-    `variables` is `os.environ` unless given. Raises ValueError naming the variable that is missing
+    `variables` is `os.environ` unless given. Raises UserError naming the variable that is missing
     or malformed.
     """
     env = os.environ if variables is None else variables
@@ -67,22 +69,15 @@ def environment(variables: Mapping[str, str] | None = None) -> Launch:
         return Launch()
     rank, world, local_rank = (_whole(env, name) for name in names)
     if world < 1 or rank >= world or local_rank > rank:
-        raise ValueError(
+        raise UserError(
             f"{names[0]} = {rank}, {names[1]} = {world}, {names[2]} = {local_rank}: "
             "they must satisfy 0 <= local rank <= rank < world"
         )
     if world == 1:
         return Launch(local_rank=local_rank, source=source)
     address, port = _master(env, source)
-    return Launch(
-        rank=rank,
-        world=world,
-        local_rank=local_rank,
-        address=address,
-        port=port,
-        source=source,
-        hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(rank, world, local_rank, address, port, source, hosted)
 
 
 def _master(env: Mapping[str, str], source: str) -> tuple[str, int]:
@@ -99,7 +94,7 @@ def _master(env: Mapping[str, str], source: str) -> tuple[str, int]:
         # Below the range that systems hand out to outgoing connections (from 32768).
         port = 15000 + _whole(env, "SLURM_JOB_ID") % 16384
     if not 1 <= port <= 65535:
-        raise ValueError(f"MASTER_PORT = {port} is not a port: 1 .. 65535")
+        raise UserError(f"MASTER_PORT = {port} is not a port: 1 .. 65535")
     return address, port
 
 
@@ -108,23 +103,21 @@ def first_host(nodes: str) -> str:
     first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)", nodes)
     host = re.sub(r"\[(\w+)[^\[\]]*\]", r"\1", first[1]) if first else ""
     if not re.fullmatch(r"[\w.-]+", host):
-        raise ValueError(f"cannot find the first host in the SLURM node list {nodes!r}")
+        raise UserError(f"cannot find the first host in the SLURM node list {nodes!r}")
     return host
 
 
 def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
         known = ", ".join(n for n in ("RANK", "WORLD_SIZE", "SLURM_PROCID") if n in env)
-        raise ValueError(
-            f"environment variable {name} is missing or empty, although {known} is set"
-        )
+        raise UserError(f"environment variable {name} is missing or empty, although {known} is set")
     return env[name]
 
 
 def _whole(env: Mapping[str, str], name: str) -> int:
     text = _text(env, name)
     if not re.fullmatch(r"\d{1,9}", text):
-        raise ValueError(f"environment variable {name} = {text!r} is not a whole number >= 0")
+        raise UserError(f"environment variable {name} = {text!r} is not a whole number >= 0")
     return int(text)
 
 
@@ -133,26 +126,24 @@ def connect(launch: Launch, *, device: str = "auto", timeout_s: float = 600.0) -
 
     `device` is auto, cpu or cuda; gloo carries a cpu's messages and nccl a cuda device's. Waits at
     most `timeout_s` seconds for the other ranks, and each collective later waits as long. Raises
-    ValueError where the address cannot be used or the device is not there, TimeoutError where the
+    UserError where the address cannot be used or the device is not there, TimeoutError where the
     other ranks do not come.
     """
     import torch
     import torch.distributed as dist
 
+    place = torch.device("cpu")
     on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if on_cuda:
-        found = torch.cuda.device_count()
-        if launch.local_rank >= found:
-            raise ValueError(f"local rank {launch.local_rank} has no device: {found} cuda devices")
-        torch.cuda.set_device(launch.local_rank)
-    place = torch.device("cuda", launch.local_rank) if on_cuda else torch.device("cpu")
+        place = torch.device("cuda", _device_number(launch, torch.cuda.device_count()))
+        torch.cuda.set_device(place)
     if launch.world == 1:
         return place
     at = f"MASTER_ADDR = {launch.address}, MASTER_PORT = {launch.port}"
     try:
         socket.getaddrinfo(launch.address, launch.port)
     except OSError as error:
-        raise ValueError(f"{at}: the address is not known ({error})") from error
+        raise UserError(f"{at}: the address is not known ({error})") from error
     timeout = timedelta(seconds=timeout_s)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -173,12 +164,21 @@ def connect(launch: Launch, *, device: str = "auto", timeout_s: float = 600.0) -
         # torch appends a C++ backtrace; the first line says what happened.
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in str(error):
-            raise ValueError(f"{at}: the port is in use; choose another ({reason})") from error
+            raise UserError(f"{at}: the port is in use; choose another ({reason})") from error
         raise TimeoutError(
             f"{at}: rank {launch.rank} of {launch.world} did not meet the others within "
             f"{timeout_s:g} s ({reason})"
         ) from error
     return place
+
+
+def _device_number(launch: Launch, found: int) -> int:
+    if launch.local_rank < found:
+        return launch.local_rank
+    # SLURM's --gpus-per-task=1 shows a rank its own device only; an agent's ranks would share it.
+    if found == 1 and not launch.hosted:
+        return 0
+    raise UserError(f"local rank {launch.local_rank} has no device: {found} cuda devices")
 
 
 def die_with_parent() -> None:
@@ -248,7 +248,7 @@ def start_local(
         with _handling(stop):
             failures = agent.run().failures
     # A rank listens for signals from its first moments on; what dies before has nothing to save.
-    early = {-stop.number, 128 + stop.number, -signal.SIGTERM} if stop.number else set()
+    early = {-stop.number, -signal.SIGTERM} if stop.number else set()
     if all(failure.exitcode in early for failure in failures.values()):
         return 0
     if stop.end_reason:

@@ -1,6 +1,6 @@
 """The rules that tie the sizes of a layout together, on plain integers.
 
-A layout is a number of ranks, five sizes and an order. Each rule raises `ValueError` that says the
+A layout is a number of ranks, five sizes and an order. Each rule raises `UserError` that says the
 rule, the numbers, and the nearest values that work; nothing here needs torch or a process.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import isqrt, lcm, prod
+
+from penteract.errors import UserError
 
 SIZES = ("tp", "cp", "pp", "ep", "etp")
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -37,31 +39,31 @@ def check_layout(world: int, sizes: Mapping[str, int | None], order: str = DEFAU
 
     `sizes` maps tp, cp, pp, ep, etp to their sizes; a missing one is 1, `etp` missing or None is
     `tp`. The dense grid is tp·cp·dp·pp ranks, the expert grid etp·ep·edp·pp ranks, with the same
-    pipeline groups. Raises ValueError with the rule, the numbers and the nearest values that work.
+    pipeline groups. Raises UserError with the rule, the numbers and the nearest values that work.
     """
     problem = _problem(world, sizes, order)
     if problem:
-        raise ValueError(problem + _alternatives(world, sizes, order))
+        raise UserError(problem + _alternatives(world, sizes, order))
 
 
 def check_chunks(chunks: int, *, pp: int) -> None:
-    """Refuse virtual stages (`chunks` > 1) without a pipeline; raises ValueError."""
+    """Refuse virtual stages (`chunks` > 1) without a pipeline; raises UserError."""
     if chunks < 1:
-        raise ValueError(f"chunks = {chunks}: a rank holds at least 1 stage; use chunks = 1")
+        raise UserError(f"chunks = {chunks}: a rank holds at least 1 stage; use chunks = 1")
     if chunks > 1 and pp == 1:
-        raise ValueError(
+        raise UserError(
             f"chunks = {chunks} with pp = 1: virtual stages need a pipeline; "
             "use chunks = 1, or pp = 2 or more"
         )
 
 
 def check_experts(experts: int, *, ep: int) -> None:
-    """Refuse experts that do not divide evenly over `ep` ranks; raises ValueError."""
+    """Refuse experts that do not divide evenly over `ep` ranks; raises UserError."""
     if experts < 1 or ep < 1:
-        raise ValueError(f"experts = {experts}, ep = {ep}: both are at least 1")
+        raise UserError(f"experts = {experts}, ep = {ep}: both are at least 1")
     if experts % ep:
         multiples = nearest(experts, (experts // ep * ep, (experts // ep + 1) * ep))
-        raise ValueError(
+        raise UserError(
             f"experts = {experts} do not divide evenly over ep = {ep}; values that work: "
             f"ep {_either(nearest(ep, divisors(experts)))}; "
             f"experts {_either([n for n in multiples if n])}"
@@ -69,9 +71,9 @@ def check_experts(experts: int, *, ep: int) -> None:
 
 
 def check_replicas(replicas: int, *, dp: int) -> None:
-    """Refuse `replicas` that do not split the data axis evenly; raises ValueError."""
+    """Refuse `replicas` that do not split the data axis evenly; raises UserError."""
     if replicas < 1 or dp % replicas:
-        raise ValueError(
+        raise UserError(
             f"replicas = {replicas} does not divide dp = {dp}; "
             f"values that work: replicas {_either(nearest(replicas, divisors(dp)))}"
         )
@@ -80,12 +82,12 @@ def check_replicas(replicas: int, *, dp: int) -> None:
 def least_dp(sizes: Mapping[str, int | None]) -> int:
     """The least dp for which a world satisfies both factorisations.
 
-    Raises ValueError where a size is not a positive integer.
+    Raises UserError where a size is not a positive integer.
     """
     full = _full(sizes)
     problem = next(filter(None, (_bad_size(name, full[name]) for name in SIZES)), None)
     if problem:
-        raise ValueError(problem)
+        raise UserError(problem)
     dense = full["tp"] * full["cp"] * full["pp"]
     return lcm(dense, full["etp"] * full["ep"] * full["pp"]) // dense
 

@@ -275,14 +275,17 @@ def _counted(n: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid seen from one rank: an `Axis` with its process group for every name in `AXES`."""
+    """A grid seen from one rank: an `Axis` with its process group for every name in `AXES`.
+
+    "tied" is one more: the ranks that hold tied embeddings.
+    """
 
     grid: Grid
     rank: int
     axes: Mapping[str, Axis]
 
     def axis(self, name: str) -> Axis:
-        """One of tp cp dp pp tp-cp dp-cp etp ep edp etp-ep world; KeyError otherwise."""
+        """One of tp cp dp pp tp-cp dp-cp etp ep edp etp-ep world tied; KeyError otherwise."""
         return self.axes[name]
 
 
@@ -309,7 +312,16 @@ def create_mesh(grid: Grid, rank: int, *, timeout: timedelta | None = None) -> M
             same = [axes[p].group for p in name.split("-") if p != name and axes[p].ranks == ranks]
             group = same[0] if same else _new_group(name, ranks, timeout)
         axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, group)
+    axes["tied"] = _tied_axis(axes["pp"], rank, timeout)
     return Mesh(grid, rank, axes)
+
+
+def _tied_axis(pp: Axis, rank: int, timeout: timedelta | None) -> Axis:
+    """The first and the last rank of a pipeline, who hold tied embeddings; others stand alone."""
+    ranks = (pp.ranks[0], pp.ranks[-1])
+    if pp.size == 1 or rank not in ranks:
+        return single("tied", rank)
+    return Axis("tied", 2, ranks.index(rank), ranks, _new_group("tied", ranks, timeout))
 
 
 def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from runs import BASE, newest, run, write_config
 
+from penteract.checkpoint.format import CheckpointError, SaveError
 from penteract.cli import main
 from penteract.data.loader import TrainSource
+from penteract.errors import UserError
 
 COMMANDS = (
     "train", "layout", "data build", "data inspect", "data show", "checkpoint inspect",
@@ -67,7 +69,7 @@ def test_help_lists_every_command_and_train_every_key(capsys: pytest.CaptureFixt
         ["layout", "--world", "8", "--order", "tp-xx"], ["data", "inspect", "no/such"],
         ["checkpoint", "inspect", "no/such"], ["checkpoint", "verify", "no/such"],
         ["generate", "no/such"], ["data", "build", "--input", "no/such", "--output", "x"],
-        ["data", "show", "no/such.toml", "--step", "1"],
+        ["data", "show", "no/such.toml", "--step", "1"], ["data", "show", "--step", "1"],
     ],
 )  # fmt: skip
 def test_wrong_words_give_2_without_a_traceback(
@@ -78,6 +80,36 @@ def test_wrong_words_give_2_without_a_traceback(
     assert said.out == ""
     assert said.err.strip()
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UserError("what is wrong"), 2, "penteract: what is wrong\n"),
+        (CheckpointError("damaged"), 2, "penteract: damaged\n"),
+        (SaveError("the disk is full"), 1, "penteract: the disk is full\n"),
+        (FileNotFoundError(2, "No such file", "a/b"), 2, "penteract: a/b: No such file\n"),
+        (PermissionError(13, "Permission denied", "a"), 2, "penteract: a: Permission denied\n"),
+        (FileNotFoundError(2, "No such file"), 1, None),
+        (OSError(5, "Input/output error", "a"), 1, None),
+        (ValueError("a fault of ours"), 1, None),
+        (ZeroDivisionError(), 1, None),
+    ],
+)
+def test_errors_give_codes_and_messages(
+    error: Exception,
+    code: int,
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("penteract.mesh.draw", fail)
+    assert exit_code(["layout", "--world", "1"]) == code
+    said = capsys.readouterr().err
+    assert said == says if says is not None else said.startswith("Traceback"), said
 
 
 def test_a_fault_of_ours_shows_its_traceback(
@@ -121,6 +153,8 @@ def test_data_build_inspect_and_show(tmp_path: Path, capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     source = TrainSource([(prefix, None)], seq=10, seed=0, valid_fraction=0.1)
     shown = source.describe(range(9, 12))  # the fourth batch of 3
+    assert exit_code(["data", "show", "--data.seq=5", str(config), "--step", "4"]) == 0
+    assert capsys.readouterr().out.splitlines() != lines
     assert len(lines) == 3
     for line, sample in zip(lines, shown, strict=True):
         assert f"{sample.index}  text  epoch 0  sample {sample.sample} " in line
@@ -147,11 +181,14 @@ def test_show_follows_the_ramp(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--data.seq=100000"], "data.seq can be at most"),
         (["--data.valid_fraction=0.0001"], "both need at least one"),
         (["--train.global_batch=100000"], "fewer than one global batch of 100000"),
-        (["--train.eval_steps=0"], "train.eval_steps must be at least 1"),
+        (["--train.eval_steps=0"], "train.eval_steps = 0 evaluates nothing"),
         (["--model.vocab=100"], "smaller than the tokenizer's 257"),
         (["--parallel.tp=2"], "world = 1 is not a multiple"),
         (["--train.device=cuda"], "no device: 0 cuda devices"),
         (["--dry-run", "--world", "4", "--rank", "4"], "--rank 4 is outside 0 .. 3"),
+        (["--world", "2"], "--world and --rank are for --dry-run"),
+        (["--rank", "0"], "--world and --rank are for --dry-run"),
+        (["--dry-run", "--nproc", "2"], "give --world, not --nproc"),
         (["--checkpoint.load=none"], "neither a step"),
     ],
 )
@@ -259,15 +296,17 @@ def test_generate_writes_the_prompt_and_more(
         (["--top-p", "nan"], "top_p = nan"),
         (["--top-k", "0"], "'0' is not a whole number of 1 or more"),
         (["--tokenizer", "none.json"], "none.json: No such file"),
+        (["--prompt", "abc", "--temperature", "-1"], "temperature = -1.0"),
     ],
 )
 def test_generate_refuses(
     trained: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code(["generate", str(trained), *words]) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert "Traceback" not in said
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert says in said.err
+    assert "Traceback" not in said.err
 
 
 def test_the_module_starts_as_a_program(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each imports only from rows above, from its own file or folder, and, where its row is a tuple,
 # from what stands before it there; the members of a set do not know each other.
 ARROW: tuple[tuple[str, ...] | set[str], ...] = (
-    ("layout_rules", "config", "config_file"),
+    ("errors", "layout_rules", "config", "config_file"),
     ("mesh",),
     ("placement",),
     ("random",),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penteract.errors import UserError
 from penteract.launch import (
     LAUNCHER_PID,
     Launch,
@@ -85,7 +86,7 @@ def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
 
 @pytest.mark.parametrize("nodes", ["[", ",a", "n[1-2", "a b"])
 def test_a_malformed_node_list_is_refused(nodes: str) -> None:
-    with pytest.raises(ValueError, match="SLURM node list"):
+    with pytest.raises(UserError, match="SLURM node list"):
         first_host(nodes)
 
 
@@ -96,9 +97,9 @@ def test_a_missing_variable_is_named(variables: dict[str, str]) -> None:
         if name == first == "SLURM_PROCID":
             continue  # without it, it is no SLURM task
         rest = {other: value for other, value in variables.items() if other != name}
-        with pytest.raises(ValueError, match=f"{name} is missing or empty"):
+        with pytest.raises(UserError, match=f"{name} is missing or empty"):
             environment(rest)
-        with pytest.raises(ValueError, match=name if name != first else "missing or empty"):
+        with pytest.raises(UserError, match=name if name != first else "missing or empty"):
             environment({**variables, name: ""})
 
 
@@ -115,7 +116,7 @@ def test_a_missing_variable_is_named(variables: dict[str, str]) -> None:
     ],
 )
 def test_a_malformed_variable_is_named(change: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         environment({**TORCHRUN, **change})
 
 
@@ -143,7 +144,7 @@ def refusal(launch: Launch, timeout_s: float) -> Exception:
     """What `connect` raises. In a process of its own: a store leaves threads, and tests fork."""
 
     def attempt() -> Exception:
-        with pytest.raises((ValueError, TimeoutError)) as caught:
+        with pytest.raises((UserError, TimeoutError)) as caught:
             connect(launch, device="cpu", timeout_s=timeout_s)
         return type(caught.value)(str(caught.value))
 
@@ -158,7 +159,7 @@ def test_connect_alone_makes_no_process_group() -> None:
 
 def test_an_unknown_address_is_named() -> None:
     error = refusal(Launch(0, 2, 0, "no-such-host.invalid", 29500), timeout_s=5)
-    assert isinstance(error, ValueError)
+    assert isinstance(error, UserError)
     assert "MASTER_ADDR = no-such-host.invalid" in str(error)
 
 
@@ -168,7 +169,7 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         error = refusal(Launch(0, 2, 0, "localhost", port), timeout_s=5)
-    assert isinstance(error, ValueError)
+    assert isinstance(error, UserError)
     assert f"MASTER_PORT = {port}: the port is in use" in str(error)
 
 
@@ -184,8 +185,30 @@ def test_the_timeout_is_honoured(rank: int) -> None:
 def test_a_device_that_is_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("has cuda devices")
-    with pytest.raises(ValueError, match="local rank 0 has no device: 0 cuda devices"):
+    with pytest.raises(UserError, match="local rank 0 has no device: 0 cuda devices"):
         connect(Launch(), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "found", "hosted", "number"),
+    [(0, 1, False, 0), (3, 4, True, 3), (3, 1, False, 0), (1, 1, True, None), (2, 2, False, None)],
+)
+def test_which_device_is_a_ranks(
+    local_rank: int,
+    found: int,
+    hosted: bool,
+    number: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A single visible device is the rank's own, as under --gpus-per-task=1, or shared by all."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    launch = Launch(local_rank=local_rank, hosted=hosted)
+    if number is None:
+        with pytest.raises(UserError, match=f"local rank {local_rank} has no device: {found} cuda"):
+            connect(launch, device="cuda")
+    else:
+        assert connect(launch, device="cuda") == torch.device("cuda", number)
 
 
 def test_a_report_without_a_launcher_goes_to_standard_error(

@@ -193,6 +193,13 @@ def test_a_second_signal_ends_everything_now(launcher: Launcher) -> None:
     assert time.monotonic() - start < 5
 
 
+def test_a_rank_that_a_second_signal_ended_has_saved_nothing(launcher: Launcher) -> None:
+    """It may have reached the ranks past the launcher: 128 + its number is no success."""
+    launcher.start("wait_for_signal(); os._exit(128 + signals[0])")
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.code() == 128 + signal.SIGTERM
+
+
 def test_ranks_that_do_not_stop_in_time_are_ended(launcher: Launcher) -> None:
     launcher.start(NEVER, grace_s=0.3)
     os.kill(launcher.pid, signal.SIGTERM)

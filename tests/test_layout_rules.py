@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penteract import layout_rules as rules
+from penteract.errors import UserError
 from penteract.mesh import DENSE, EXPERT, Grid
 
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-pp-ep-dp", "pp-tp-dp-cp-ep", "dp-ep-pp-cp-tp")
@@ -51,7 +52,7 @@ def test_a_layout_is_valid_exactly_if_it_constructs_two_partitions(order: str) -
         expected = is_valid(world, sizes, order)
         try:
             grid = Grid(world, **sizes, order=order)
-        except ValueError:
+        except UserError:
             assert not expected, (world, sizes, order)
             continue
         assert expected, (world, sizes, order)
@@ -70,7 +71,7 @@ def test_a_layout_is_valid_exactly_if_it_constructs_two_partitions(order: str) -
 def test_every_suggested_value_works(world: int, sizes: dict[str, int], order: str) -> None:
     try:
         rules.check_layout(world, sizes, order)
-    except ValueError as error:
+    except UserError as error:
         _, _, listed = str(error).partition("changing one: ")
         for name, values in re.findall(r"(\w+) ([\d or]+)", listed):
             for value in map(int, re.findall(r"\d+", values)):
@@ -112,7 +113,7 @@ def test_every_suggested_value_works(world: int, sizes: dict[str, int], order: s
 def test_an_error_says_the_rule_the_numbers_and_what_works(
     world: int, sizes: dict[str, int], order: str, words: list[str]
 ) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         rules.check_layout(world, sizes, order)
     assert all(word in str(caught.value) for word in words), caught.value
 
@@ -126,23 +127,23 @@ def test_what_need_not_divide_is_accepted() -> None:
 def test_virtual_stages_need_a_pipeline() -> None:
     rules.check_chunks(4, pp=2)
     rules.check_chunks(1, pp=1)
-    with pytest.raises(ValueError, match=r"chunks = 2 with pp = 1.*pp = 2"):
+    with pytest.raises(UserError, match=r"chunks = 2 with pp = 1.*pp = 2"):
         rules.check_chunks(2, pp=1)
-    with pytest.raises(ValueError, match="chunks = 0"):
+    with pytest.raises(UserError, match="chunks = 0"):
         rules.check_chunks(0, pp=2)
 
 
 def test_experts_divide_over_ep() -> None:
     rules.check_experts(8, ep=4)
-    with pytest.raises(ValueError, match=r"experts = 6 .* ep = 4.* ep 3 or 6; experts 4 or 8"):
+    with pytest.raises(UserError, match=r"experts = 6 .* ep = 4.* ep 3 or 6; experts 4 or 8"):
         rules.check_experts(6, ep=4)
-    with pytest.raises(ValueError, match="ep 3; experts 4"):
+    with pytest.raises(UserError, match="ep 3; experts 4"):
         rules.check_experts(3, ep=4)
 
 
 def test_replicas_divide_dp() -> None:
     rules.check_replicas(3, dp=6)
-    with pytest.raises(ValueError, match=r"replicas = 4 does not divide dp = 6.* 3 or 6"):
+    with pytest.raises(UserError, match=r"replicas = 4 does not divide dp = 6.* 3 or 6"):
         rules.check_replicas(4, dp=6)
 
 
@@ -162,5 +163,5 @@ def test_least_dp_satisfies_both_factorisations(sizes: dict[str, int], dp: int) 
     world = dp * full["tp"] * full["cp"] * full["pp"]
     rules.check_layout(world, sizes)
     for smaller in range(1, dp):
-        with pytest.raises(ValueError):
+        with pytest.raises(UserError):
             rules.check_layout(smaller * world // dp, sizes)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penteract.collectives import all_reduce_
 from penteract.mesh import AXES, PRINTED_GROUPS, Grid, create_mesh, draw, layout_json
 from penteract.testing import run_ranks
 
@@ -223,6 +224,19 @@ def fake_world() -> Iterator[int]:
     dist.init_process_group("fake", store=FakeStore(), rank=1234, world_size=4096)
     yield 4096
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_the_ends_of_a_pipeline_hold_tied_embeddings(pp: int) -> None:
+    def body() -> tuple[tuple[int, ...], float]:
+        tied = create_mesh(Grid(4, pp=pp), dist.get_rank()).axis("tied")
+        return tied.ranks, all_reduce_(torch.tensor(1.0 + dist.get_rank()), tied).item()
+
+    found = run_ranks(body, 4)
+    if pp == 2:  # two pipelines of two stages: ranks 0, 2 and 1, 3
+        assert found == [((0, 2), 4.0), ((1, 3), 6.0), ((0, 2), 4.0), ((1, 3), 6.0)]
+    else:  # the stages between hold nothing
+        assert found == [((0, 3), 5.0), ((1,), 2.0), ((2,), 3.0), ((0, 3), 5.0)]
 
 
 def test_a_mesh_of_4096_ranks_on_a_fake_process_group(fake_world: int) -> None:

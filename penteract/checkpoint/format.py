@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penteract.checkpoint.cover import first_overlap
+from penteract.errors import UserError
 from penteract.placement import Box
 
 FORMAT = 1
@@ -38,8 +39,12 @@ DTYPES = {
 _ITEM_BYTES = dict(DTYPES.values())
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, trusted or loaded; the message names file and reason."""
+class CheckpointError(UserError):
+    """A checkpoint that cannot be trusted or loaded; the message names file and reason."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written: a fault of the machine, not of the user's input."""
 
 
 @dataclass(frozen=True)

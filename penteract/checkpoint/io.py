@@ -25,6 +25,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from penteract.checkpoint.format import (
     MANIFEST,
     CheckpointError,
     Manifest,
+    SaveError,
     StoredBox,
     StoredFile,
     StoredTensor,
@@ -63,7 +65,9 @@ __all__ = [
     "CheckpointError",
     "Manifest",
     "Record",
+    "SaveError",
     "Shard",
+    "agreed",
     "find_step",
     "inspect",
     "latest_good",
@@ -103,7 +107,7 @@ def save(
 
     Each tensor of `shards` has the shape of its shard's box (a view will do) and must not change
     until this returns. Rank 0's process holds `lock(directory)`. Returning means that the step is
-    on the disk. Raises CheckpointError on all ranks where any rank could not do its part, naming
+    on the disk. Raises SaveError on all ranks where any rank could not do its part, naming
     path and bytes needed; earlier steps are then as they were, and nothing half is left.
     """
     directory, files = Path(directory), files or Files()
@@ -114,14 +118,16 @@ def save(
     needed = sum(written_bytes(writes) for writes in plan)
     writing = _Writing(directory / f".tmp-{name}-{nonce}", needed, files)
     try:
-        _agreed(axis, lambda: writing.prepare() if axis.rank == 0 else None)
+        agreed(axis, lambda: writing.prepare() if axis.rank == 0 else None)
         written = _together(axis, lambda: writing.tensors(axis.rank, plan[axis.rank], shards))
         manifest = _manifest(record, known, plan, written)
-        _agreed(axis, lambda: writing.commit(manifest) if axis.rank == 0 else None)
-    except Exception:
+        agreed(axis, lambda: writing.commit(manifest) if axis.rank == 0 else None)
+    except Exception as error:
         # All ranks have closed their files: the last thing each did was to say so.
         if axis.rank == 0:
             writing.clear()
+        if isinstance(error, CheckpointError):
+            raise SaveError(str(error)) from error
         raise
     if axis.rank == 0:
         log.info("%s: committed, %d bytes", directory / name, needed)
@@ -131,16 +137,37 @@ def save(
 def newest(directory: Path | str, *, axis: Axis) -> Path | None:
     """The newest step whose every file is as it was written; None where no step was ever saved.
 
-    Rank 0 looks, hashes and passes over damaged steps with a log line; all ranks of `axis` get its
-    choice, or its CheckpointError.
+    Rank 0 of `axis` chooses, hashing is dealt over the ranks, and a damaged step is passed over
+    with a log line. Raises CheckpointError on all ranks where no step is good.
     """
+    before: int | None = None
+    damaged: list[str] = []
 
     def look() -> str | None:
-        found = latest_good(directory, fall_back=True, hashes=True) if axis.rank == 0 else None
+        found = latest_good(directory, fall_back=True, before=before) if axis.rank == 0 else None
         return None if found is None else found.name
 
-    name = _together(axis, look)[0]
-    return None if name is None else Path(directory) / name
+    while True:
+        name = _together(axis, look)[0]
+        if name is None:
+            if damaged:
+                raise CheckpointError(f"{directory}: no good step is left:\n" + "\n".join(damaged))
+            return None
+        path = Path(directory) / name
+        found = _together(axis, partial(_faults, path, axis))
+        if not (faults := [fault for of_rank in found for fault in of_rank]):
+            return path
+        before = read_manifest(path).step
+        damaged.append(f"step {before} is damaged: {'; '.join(faults)}")
+        if axis.rank == 0:
+            log.warning("%s", damaged[-1])
+
+
+def _faults(path: Path, axis: Axis) -> list[str]:
+    """What is wrong with this rank's deal of a step's files, which it reads whole."""
+    manifest = read_manifest(path)
+    mine = sorted(manifest.files)[axis.rank :: axis.size]
+    return check_files(path, manifest, mine, hashes=True)
 
 
 def _together(axis: Axis, stage: Callable[[], Any]) -> list[Any]:
@@ -164,8 +191,8 @@ def _together(axis: Axis, stage: Callable[[], Any]) -> list[Any]:
     return [a["value"] for a in answers]
 
 
-def _agreed(axis: Axis, stage: Callable[[], T]) -> T:
-    """As `_together`, but what `stage` gave stays on this rank."""
+def agreed(axis: Axis, stage: Callable[[], T]) -> T:
+    """Run `stage` on every rank and wait for all; a fault on any rank is raised on all."""
     kept: list[T] = []
 
     def run() -> None:
@@ -338,15 +365,15 @@ def load(
     """
     path, axis = Path(path), axis or single("world")
     told = _together(axis, lambda: _describe(wanted, None, axis))
-    manifest = _agreed(axis, lambda: read_manifest(path))
+    manifest = agreed(axis, lambda: read_manifest(path))
     mismatches = compare(
         manifest.tensors, (s for a in told for s in _shards_from(a["shards"])), skip=skip
     )
     if mismatches:
         raise CheckpointError(f"{path} is not of this model:\n" + "\n".join(mismatches))
-    reads = _agreed(axis, lambda: load_plan(manifest.tensors, [s for s, _ in wanted]))
-    _agreed(axis, lambda: _check_dealt(path, manifest, axis, check_hashes=check_hashes))
-    _agreed(axis, lambda: _fill(path, reads, wanted))
+    reads = agreed(axis, lambda: load_plan(manifest.tensors, [s for s, _ in wanted]))
+    agreed(axis, lambda: _check_dealt(path, manifest, axis, check_hashes=check_hashes))
+    agreed(axis, lambda: _fill(path, reads, wanted))
     return manifest
 
 

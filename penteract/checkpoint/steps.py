@@ -50,16 +50,23 @@ def steps(directory: Path | str) -> list[tuple[int, Path]]:
 
 
 def latest_good(
-    directory: Path | str, *, fall_back: bool = False, hashes: bool = False
+    directory: Path | str,
+    *,
+    fall_back: bool = False,
+    hashes: bool = False,
+    before: int | None = None,
 ) -> Path | None:
     """The newest step of `directory` that can be loaded, or None where no step was ever saved.
 
     A step without a manifest was never finished and is passed over. A damaged one raises
     CheckpointError naming the damaged file; with `fall_back` it is logged and the next older one
-    is tried, and the error comes only where none is good. `hashes` reads every file whole.
+    is tried, and the error comes only where none is good. `hashes` reads every file whole. Only
+    steps older than step number `before` are looked at, if it is given.
     """
     damaged: list[str] = []
     for number, path in reversed(steps(directory)):
+        if before is not None and number >= before:
+            continue
         if not (path / MANIFEST).exists():
             log.warning("%s: passed over: it has no manifest, its save never finished", path)
             continue

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penteract.data.indexed import Ints
+from penteract.errors import UserError
 
 LARGEST_PERIOD = 2**20
 
@@ -26,11 +27,11 @@ def resolve_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Whole weights with the same proportions and sum at most 2**20.
 
     Exact where the decimal weights allow it, else each is rounded to a multiple of 2**-20 of the
-    sum, and is at least one of them. Raises ValueError for a weight that is not a positive number.
+    sum, and is at least one of them. Raises UserError for a weight that is not a positive number.
     """
     for i, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"the weight of source {i} is {weight}: it must be a positive number")
+            raise UserError(f"the weight of source {i} is {weight}: it must be a positive number")
     # The decimal that was written counts, not its binary neighbour: 0.7 and 0.3 are 7 and 3.
     exact = [Fraction(w) if isinstance(w, int) else Fraction(repr(float(w))) for w in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -77,7 +78,7 @@ class Blend:
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights:
-            raise ValueError("a blend needs at least one source")
+            raise UserError("a blend needs at least one source")
         self.weights = resolve_weights(weights)
         self.period = sum(self.weights)
         self._source = _period(self.weights)

@@ -24,6 +24,7 @@ from penteract.data.documents import Piece, list_files, plan_tasks, read_documen
 from penteract.data.indexed import DataError, IndexedFile, IndexedWriter, Ints, token_dtype
 from penteract.data.tokenizers import Tokenizer, load_tokenizer
 from penteract.data.workers import map_in_order
+from penteract.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Report:
         )
         return (
             f"{self.documents} documents, {self.tokens} tokens, {self.text_bytes} bytes of text, "
+            f"unigram entropy {self.unigram_entropy:.4f} nats a token, "
             f"{self.seconds:.1f} s, {rate:.3g} tokens/s, skipped: {skips or 'none'}"
         )
 
@@ -79,11 +81,11 @@ class _Chunk:
 
 
 def build(what: Build) -> Report:
-    """Builds `output.bin`, `.idx` and `.json`, all or nothing. Raises ValueError for bad input."""
+    """Builds `output.bin`, `.idx` and `.json`, all or nothing. Raises UserError for bad input."""
     if what.workers < 1:
-        raise ValueError(f"workers must be at least 1, not {what.workers}")
+        raise UserError(f"workers must be at least 1, not {what.workers}")
     if what.limit_bytes is not None and what.limit_bytes < 1:
-        raise ValueError(f"the limit must be at least 1 byte, not {what.limit_bytes}")
+        raise UserError(f"the limit must be at least 1 byte, not {what.limit_bytes}")
     tokenizer = load_tokenizer(what.tokenizer, what.end_of_document)
     tasks = plan_tasks(list_files(what.inputs, what.source))
     report, counts, begin = Report(), np.zeros(tokenizer.vocab, np.int64), time.perf_counter()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penteract.data.indexed import DataError
+from penteract.errors import UserError
 
 _TASK_BYTES = 1 << 20  # enough to hide the hand-over to a worker, little enough to share out
 _TASK_FILES = 256
@@ -43,9 +44,9 @@ class Document:
 def list_files(inputs: Sequence[str], source: str | None) -> list[Path]:
     """Files in the order of `inputs`, directories walked by name; or those of `source="stdlib"`."""
     if (source is None) == (not inputs):
-        raise ValueError("give either input files or --source stdlib")
+        raise UserError("give either input files or --source stdlib")
     if source is not None and source != "stdlib":
-        raise ValueError(f"source {source!r} is unknown; there is one: stdlib")
+        raise UserError(f"source {source!r} is unknown; there is one: stdlib")
     if source is not None:
         return _stdlib_files()
     return [path for name in inputs for path in _expand(name)]
@@ -54,14 +55,14 @@ def list_files(inputs: Sequence[str], source: str | None) -> list[Path]:
 def _expand(name: str) -> list[Path]:
     path = Path(name)
     if not path.exists():
-        raise ValueError(f"input {name}: no such file or directory")
+        raise UserError(f"input {name}: no such file or directory")
     if not path.is_dir():
         if path.suffix not in _ENDINGS:
-            raise ValueError(f"input {name}: the ending must be one of {', '.join(_ENDINGS)}")
+            raise UserError(f"input {name}: the ending must be one of {', '.join(_ENDINGS)}")
         return [path]
     found = [below for below in path.rglob("*") if below.suffix in _ENDINGS and below.is_file()]
     if not found:
-        raise ValueError(f"input {name}: no file below it ends in {' or '.join(_ENDINGS)}")
+        raise UserError(f"input {name}: no file below it ends in {' or '.join(_ENDINGS)}")
     return sorted(found, key=lambda below: below.relative_to(path).as_posix())
 
 
@@ -77,7 +78,7 @@ def _stdlib_files() -> list[Path]:
             if file.endswith(".py") and not file.startswith("_sysconfigdata")
         ]
     if not names:
-        raise ValueError(f"the standard library has no sources at {root}; build from --input files")
+        raise UserError(f"the standard library has no sources at {root}; build from --input files")
     return [root / name for name in sorted(names)]
 
 

@@ -23,6 +23,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from penteract.errors import UserError
+
 Ints = NDArray[np.int64]
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -33,7 +35,7 @@ _ROWS = 1 << 20  # rows of the index that are checked at a time, to bound memory
 _MAX_LENGTH = 2**31 - 1  # lengths are stored as i32
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Token data that cannot be used; the message names file, document and offset."""
 
 

@@ -24,6 +24,7 @@ from penteract.data.blend import Blend
 from penteract.data.indexed import DataError, IndexedFile, Ints
 from penteract.data.order import SourceOrder, count_samples, split_samples
 from penteract.data.tokenizers import Tokenizer
+from penteract.errors import UserError
 
 T = TypeVar("T")
 Prefix = str | os.PathLike[str]
@@ -72,9 +73,9 @@ class SampleId:
 class TrainSource:
     """The samples of a run: sources mixed by weight, each in an order of its own every epoch.
 
-    `sources` are (prefix, weight); with every weight None they weigh as many samples as they hold.
+    `sources` are (prefix, weight); a source with weight None weighs as many samples as it holds.
     The last `valid_fraction` of each source is left out. Raises DataError for bad files or too few
-    samples for one global batch, ValueError for bad weights.
+    samples for one global batch, UserError for bad weights.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class TrainSource:
         global_batch: int = 1,
     ) -> None:
         if not sources:
-            raise ValueError("data.train names no source")
+            raise UserError("data.train names no source")
         self.seq = seq
         self.files = [IndexedFile(prefix, vocab) for prefix, _ in sources]
         self.sizes: list[int] = []
@@ -102,15 +103,9 @@ class TrainSource:
                 f"than one global batch of {global_batch}: use more data, a shorter data.seq or a "
                 f"train.global_batch of at most {sum(self.sizes)}"
             )
-        self.blend = Blend(self._weights([weight for _, weight in sources]))
+        pairs = zip(sources, self.sizes, strict=True)
+        self.blend = Blend([size if weight is None else weight for (_, weight), size in pairs])
         self._orders = [SourceOrder(size, seed, i) for i, size in enumerate(self.sizes)]
-
-    def _weights(self, weights: list[float | None]) -> list[float]:
-        given = [weight for weight in weights if weight is not None]
-        if given and len(given) < len(weights):
-            missing = [f.prefix for f, w in zip(self.files, weights, strict=True) if w is None]
-            raise ValueError(f"give every source a weight or none; without one: {missing}")
-        return given or list(self.sizes)
 
     def samples(self, indices: Sequence[int] | range | Ints) -> tuple[Ints, Ints]:
         """Inputs and labels [n, seq] of samples `indices` [n] of the run."""
@@ -167,11 +162,7 @@ class ValidSource:
         sequences: int | None = None,
         valid_fraction: float | None = None,
     ) -> None:
-        if sequences is not None and sequences < 1:
-            raise ValueError(
-                f"an evaluation of {sequences} sequences evaluates nothing: train.eval_steps must "
-                f"be at least 1; to switch evaluation off, leave data.valid empty"
-            )
+        assert sequences is None or sequences > 0, sequences
         self.file = IndexedFile(prefix, vocab)
         self.name = self.file.name
         self.seq = seq
@@ -190,15 +181,6 @@ class ValidSource:
         wanted = np.asarray(indices, np.int64)
         assert len(wanted) == 0 or (wanted.min() >= 0 and wanted.max() < len(self)), wanted
         return _cut(self.file, self._held.start + wanted, self.seq)
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Validation losses are reported by name: raises ValueError where two sources share one."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"two sources of data.valid are called {', '.join(twice)}: rename the files"
-        )
 
 
 class Prefetcher(Generic[T]):
@@ -273,7 +255,11 @@ class Prefetcher(Generic[T]):
 def show(
     source: TrainSource, *, cursor: int, global_batch: int, tokenizer: Tokenizer | None = None
 ) -> list[str]:
-    """A line for each sample of the step that starts at `cursor`: `(step − 1)·global_batch`."""
+    """A line for each sample of the step that starts at `cursor`.
+
+    That is the number of samples of all steps before it: `(step − 1)·global_batch`, and with
+    train.ramp, whose first steps are smaller, what `train.batch_ramp.cursor` counts.
+    """
     lines = []
     for found in source.describe(range(cursor, cursor + global_batch)):
         line = (

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penteract.data.indexed import DataError, Ints
+from penteract.errors import UserError
 
 Words = NDArray[np.uint64]
 
@@ -71,7 +72,7 @@ def permute(index: int, n: int, seed: int) -> int:
 def count_samples(tokens: int, seq: int, name: str) -> int:
     """Samples of a source; DataError with the arithmetic where there is not one."""
     if seq < 1:
-        raise ValueError(f"data.seq must be at least 1, not {seq}")
+        raise UserError(f"data.seq must be at least 1, not {seq}")
     if tokens <= seq:
         raise DataError(
             f"{name}: {tokens} tokens hold no sample of seq + 1 = {seq + 1} tokens; data.seq can "
@@ -86,7 +87,7 @@ def split_samples(samples: int, valid_fraction: float, name: str) -> tuple[range
     The two share no label: only the last training label is also the first validation input.
     """
     if not 0 <= valid_fraction < 1:
-        raise ValueError(f"valid_fraction must be in [0, 1), not {valid_fraction}")
+        raise UserError(f"valid_fraction must be in [0, 1), not {valid_fraction}")
     held = round(samples * valid_fraction)
     if valid_fraction > 0 and not 1 <= held < samples:
         raise DataError(

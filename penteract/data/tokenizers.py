@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penteract.errors import UserError
+
 Ints = NDArray[np.int64]
 
 # Names under which published tokenizers end a document, most specific first.
@@ -87,7 +89,7 @@ class JsonTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
     `end_of_document` names the token that ends a document; without it the well-known names are
-    tried. Raises ValueError for an unreadable file or where no such token is found.
+    tried. Raises UserError for an unreadable file or where no such token is found.
     """
 
     def __init__(self, path: str, end_of_document: str | None = None) -> None:
@@ -97,9 +99,9 @@ class JsonTokenizer:
             content = Path(path).read_bytes()
             self._inner = tokenizers.Tokenizer.from_buffer(content)
         except OSError as error:
-            raise ValueError(f"tokenizer {path}: {error.strerror}") from None
+            raise UserError(f"tokenizer {path}: {error.strerror}") from None
         except Exception as error:  # the library raises bare Exception for a file it cannot parse
-            raise ValueError(f"tokenizer {path}: not a tokenizer.json: {error}") from None
+            raise UserError(f"tokenizer {path}: not a tokenizer.json: {error}") from None
         # A corpus may mention "</s>": that is text, not the end of a document.
         self._inner.encode_special_tokens = True
         self._inner.no_truncation()
@@ -122,13 +124,13 @@ class JsonTokenizer:
 
 def _end_name(path: str, ids: dict[str, int], wanted: str | None) -> str:
     if wanted is not None and wanted not in ids:
-        raise ValueError(f"tokenizer {path}: no token {wanted!r} among its {len(ids)}")
+        raise UserError(f"tokenizer {path}: no token {wanted!r} among its {len(ids)}")
     for name in (wanted,) if wanted is not None else _END_NAMES:
         if name in ids:
             return name
-    raise ValueError(
+    raise UserError(
         f"tokenizer {path}: which token ends a document? none of {', '.join(_END_NAMES)} is in its "
-        f"vocabulary; name it with --eod TOKEN"
+        f"vocabulary; name it with data.end_of_document (in `data build`: --eod TOKEN)"
     )
 
 
@@ -162,12 +164,12 @@ class _JsonStream:
 
 
 def load_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
-    """`"bytes"`, or the path of a tokenizer.json. Raises ValueError."""
+    """`"bytes"`, or the path of a tokenizer.json. Raises UserError."""
     if spec != "bytes":
         return JsonTokenizer(spec, end_of_document)
     if end_of_document is not None:
-        raise ValueError(
-            f"the bytes tokenizer ends documents with id 256; --eod {end_of_document} is for a "
-            f"tokenizer.json"
+        raise UserError(
+            f"the bytes tokenizer ends documents with id 256; data.end_of_document (or --eod) "
+            f"{end_of_document} is for a tokenizer.json"
         )
     return ByteTokenizer()

@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from penteract.errors import UserError
+
 _AHEAD = 2  # tasks a worker has been given, so that it need not wait for the next one
 
 
@@ -27,7 +29,7 @@ def map_in_order(
     With one worker everything happens in this process. Task k goes to worker k mod n, so the order
     needs no bookkeeping. A task must be small (it waits in a pipe); a result may be large. Worker
     processes are gone when the iterator is closed, and end by themselves when this process dies.
-    Raises what a task raised, as far as it is a ValueError; RuntimeError for any other fault or a
+    Raises what a task raised, as far as it is a UserError; RuntimeError for any other fault or a
     worker that died.
     """
     count = min(workers, len(tasks))
@@ -93,7 +95,7 @@ def _receive(end: Connection, process: BaseProcess) -> Any:
             f"a worker process ended with code {process.exitcode} before its task was done "
             f"(a negative code is a signal; −9 is often a lack of memory)"
         ) from None
-    if isinstance(result, ValueError):
+    if isinstance(result, UserError):
         raise result
     if fault:
         raise RuntimeError(f"a worker process failed:\n{fault}")
@@ -109,7 +111,7 @@ def _work(
             end.send(("", function(end.recv())))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent closed its end or died: there is nobody to work for
-    except ValueError as error:
+    except UserError as error:
         end.send(("fault", error))
     except Exception:
         end.send((traceback.format_exc(), None))

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Backend = Literal["flash", "plain"]
 
@@ -53,9 +54,8 @@ def _dense(
 ) -> tuple[Tensor, Tensor]:
     # q [n, s, a, d], k and v [n, s', g, d]; kernels want heads before rows.
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = (_flash if backend == "flash" else _plain)(
-        q, k, v, causal
-    )  # [n, a, s, d], [n, a, s]
+    kernel = _flash if backend == "flash" else _plain
+    out, lse = kernel(q, k, v, causal)  # [n, a, s, d], [n, a, s]
     return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
 
@@ -68,13 +68,17 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
     if q.dtype == torch.float64:
         return _plain(q, k, v, causal)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    d, scale = q.shape[-1], q.shape[-1] ** -0.5
+    q, k, v = (functional.pad(x, (0, -d % 8)) for x in (q, k, v))  # the kernels' heads are 8-fold
     if q.dtype == torch.float32:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal
+            q, k, v, None, True, 0.0, causal, scale=scale
         )
-        return out, lse[..., : q.shape[2]]  # the kernel pads rows
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-    return out, lse
+        return out[..., :d], lse[..., : q.shape[2]]  # the kernel pads rows
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
+    return out[..., :d], lse
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

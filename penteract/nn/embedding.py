@@ -11,8 +11,7 @@ from penteract.collectives import Operation, P, all_reduce, declare
 from penteract.mesh import Axis
 from penteract.nn.dropout import dropout
 from penteract.nn.sequences import Noise, Sequences
-from penteract.parallel.parameters import Layer
-from penteract.parallel.tensor import WeightGradients, data_partial, replicated
+from penteract.parallel.parameters import Layer, WeightGradients, data_partial, replicated
 from penteract.placement import Box, Init, Piece, Placement, split_range
 
 
@@ -56,7 +55,6 @@ class Embedding(Layer):
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.axis, self.dropout = name, axis, dropout
-        self.gradients: WeightGradients | None = None
         self.start, self.stop = split_range(vocab, axis.size, axis.rank)
         self.declare("weight", vocabulary_rows(f"{name}.weight", vocab, hidden, axis, init), dtype)
         if positions is not None:

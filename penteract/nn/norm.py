@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penteract.collectives import Operation
-from penteract.parallel.parameters import Layer
-from penteract.parallel.tensor import replicated
+from penteract.parallel.parameters import Layer, replicated
 from penteract.placement import AxisUse, Init
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -41,20 +39,17 @@ class Sequences:
     ) -> Sequences:
         """Sequences one behind the other; every token counts 1 unless `weights` [t] are given."""
         total = sum(lengths)
-        positions = np.concatenate(
-            [np.arange(past, past + n) for n in lengths] or [np.arange(0)]
-        ).astype(np.int64)
+        longest = torch.arange(past, past + max(lengths, default=0), device=device)
+        if len(set(lengths)) <= 1:
+            positions = longest.repeat(len(lengths))
+        else:
+            positions = torch.cat([longest[:n] for n in lengths])
         if weights is None:
             weights = torch.ones(total, device=device)
         if weights.shape != (total,):
             raise ValueError(f"{total} tokens in sequences, but weights of shape {weights.shape}")
         rows = torch.arange(total, device=device)
-        return cls(lengths, torch.from_numpy(positions).to(device), rows, weights, past)
-
-    @property
-    def equal_length(self) -> int | None:
-        """The one length of all sequences, or None where they differ."""
-        return self.lengths[0] if len(set(self.lengths)) == 1 else None
+        return cls(lengths, positions, rows, weights, past)
 
     def rotary(self, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of every row's rotary angles, [t, d/2] each, made once per micro-batch."""
@@ -81,16 +76,13 @@ class MicroBatch:
     @classmethod
     def of_samples(
         cls,
-        tokens: NDArray[np.int64],
-        labels: NDArray[np.int64],
+        tokens: Tensor,
+        labels: Tensor,
         device: torch.device | str = "cpu",
     ) -> MicroBatch:
-        """From [n, s] arrays of equal-length samples; n may be 0."""
+        """Samples of equal length, int64 [n, s], moved to `device` without waiting; n may be 0."""
         n, s = tokens.shape
-        x, y = (torch.from_numpy(np.ascontiguousarray(a)).view(-1) for a in (tokens, labels))
-        if torch.device(device).type == "cuda":
-            x, y = x.pin_memory(), y.pin_memory()
-        x, y = (a.to(device, non_blocking=True) for a in (x, y))
+        x, y = (a.reshape(-1).to(device, non_blocking=True) for a in (tokens, labels))
         return cls(x, y, Sequences.of((s,) * n, device=device))
 
 

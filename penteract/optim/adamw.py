@@ -43,11 +43,11 @@ class AdamW:
             group["lr"] = lr
         # The fused kernel divides gradients by grad_scale and does nothing where found_inf is set.
         # The scale is a float32 number, which would cost a float64 run half of its digits.
-        gradients = (buffer.gradient for buffer in self.buffers.buffers)
-        wide = [gradient for gradient in gradients if gradient.dtype == torch.float64]
-        for gradient in wide:
-            gradient.mul_(coefficient)
-        scale = torch.ones_like(coefficient) if wide else coefficient.reciprocal()
+        scale = coefficient.reciprocal()
+        if any(buffer.gradient.dtype == torch.float64 for buffer in self.buffers.buffers):
+            scale = torch.ones_like(coefficient)
+            for buffer in self.buffers.buffers:
+                buffer.gradient.mul_(coefficient)
         self.torch.grad_scale = scale.float()  # type: ignore[attr-defined]
         self.torch.found_inf = skip.float()  # type: ignore[attr-defined]
         self.torch.step()

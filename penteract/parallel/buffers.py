@@ -12,6 +12,8 @@ ready, the bucket's all-reduce starts while backward goes on.
 | what              | axis  | bytes a rank       | when                            | hidden behind |
 |-------------------|-------|--------------------|---------------------------------|---------------|
 | a gradient bucket | dp-cp | 2 (n-1)/n · bucket | last micro-batch, when complete | backward      |
+| the gradients of a kind that is partial over tp | tp | 2 (n-1)/n · them | at the end | nothing |
+| parameters that came with values | dp-cp | them | once, at the start | nothing |
 
 What must hold: sums, never averages (the loss carries the global count); at least float32; every
 rank starts the same buckets in the same order.
@@ -28,8 +30,7 @@ from torch import Tensor, nn
 
 from penteract.collectives import all_reduce_, broadcast_, start_all_reduce_
 from penteract.mesh import Axis
-from penteract.parallel.parameters import Declared, declared_parameters
-from penteract.parallel.tensor import Write
+from penteract.parallel.parameters import Declared, Layer, Write, declared_parameters
 from penteract.random import initialise
 
 ALIGNMENT = 64  # elements; a parameter starts on a cache line whatever its type
@@ -126,8 +127,8 @@ class Buffers:
         for slot in self.slots():
             slot.entry.parameter.register_post_accumulate_grad_hook(self._autograd_hook)
         for module in model.modules():
-            if hasattr(module, "gradients"):
-                module.gradients = self  # type: ignore[assignment]
+            if isinstance(module, Layer):
+                module.gradients = self
 
     def slots(self) -> Iterable[Slot]:
         """Every parameter's slot, buffer after buffer."""

@@ -9,8 +9,9 @@ second registration.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,15 @@ from penteract.collectives import I, Kind, R, S
 from penteract.placement import AxisUse, Init, Piece, Placement, whole
 from penteract.random import initialise
 
+Write = Callable[[Tensor, bool], None]  # (where to, overwrite rather than add)
+
+
+class WeightGradients(Protocol):
+    """Who takes weight gradients: the training buffers, or nobody (plain autograd)."""
+
+    def accumulate(self, parameter: nn.Parameter, write: Write) -> None:
+        """Take the gradient of one use of `parameter`: `write(out, overwrite)` computes it."""
+
 
 class Layer(nn.Module):
     """A module that declares its parameters."""
@@ -26,6 +36,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.placements: dict[str, Placement] = {}
+        self.gradients: WeightGradients | None = None  # set by the buffers of training
 
     def declare(self, attribute: str, placement: Placement, dtype: torch.dtype) -> None:
         """Register parameter `attribute`, without memory until it is materialised."""
@@ -109,8 +120,8 @@ def adopt(model: nn.Module) -> None:
 
     Each is whole on every rank, its gradients summed over the data ranks; matrices decay, vectors
     do not. It keeps the values it has, and its logical name is its path in the model. Parameters
-    that have a placement keep it. Raises ValueError naming a frozen parameter, or a buffer that a
-    checkpoint would have to hold: the trainer knows neither.
+    that have a placement keep it. Raises ValueError naming a frozen parameter, a buffer that a
+    checkpoint would have to hold, or a name that a checkpoint cannot take.
     """
     for path, module in model.named_modules():
         placements = dict(getattr(module, "placements", {}))
@@ -120,7 +131,11 @@ def adopt(model: nn.Module) -> None:
                 raise ValueError(
                     f"parameter {name} does not require gradients: train it or drop it"
                 )
-            placements.setdefault(attribute, _held_whole(name, tuple(parameter.shape)))
+            if "/" in name or "@" in name:
+                raise ValueError(f"parameter {name!r}: / and @ have a meaning in checkpoints")
+            shape = tuple(parameter.shape)
+            decay = len(shape) >= 2
+            placements.setdefault(attribute, replicated(name, shape, Init("zeros"), decay=decay))
         saved = [k for k in module.state_dict() if "." not in k and k not in placements]
         if saved:
             raise ValueError(
@@ -130,7 +145,22 @@ def adopt(model: nn.Module) -> None:
         module.placements = placements
 
 
-def _held_whole(name: str, shape: tuple[int, ...]) -> Placement:
+def replicated(
+    name: str,
+    shape: tuple[int, ...],
+    init: Init,
+    *,
+    decay: bool = False,
+    tp: AxisUse = "replicated",
+) -> Placement:
+    """Placement of a logical tensor that every tensor rank holds whole.
+
+    Its gradients are identical over tp, or with `tp="partial"` each is a part of the sum.
+    """
     piece = Piece(name, shape, whole(shape), (0,) * len(shape))
-    axes: dict[str, AxisUse] = {"tp": "replicated", "dp": "partial", "cp": "partial"}
-    return Placement(shape, (piece,), axes, Init("zeros"), decay=len(shape) >= 2)
+    return Placement(shape, (piece,), data_partial(tp), init, decay)
+
+
+def data_partial(tp: AxisUse) -> dict[str, AxisUse]:
+    """Axes of a dense parameter: over the data it is replicated, its gradient a partial sum."""
+    return {"tp": tp, "dp": "partial", "cp": "partial"}

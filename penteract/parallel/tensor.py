@@ -20,9 +20,9 @@ gradient buffer (`WeightGradients`), which decides when it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,8 @@ from torch.nn import functional as F
 
 from penteract.collectives import Operation, P, all_reduce, declare, replicate
 from penteract.mesh import Axis
-from penteract.parallel.parameters import Layer
-from penteract.placement import AxisUse, Box, Init, Piece, Placement, split_range
-
-Write = Callable[[Tensor, bool], None]  # (where to, overwrite rather than add)
-
-
-class WeightGradients(Protocol):
-    """Who takes weight gradients: the training buffers, or nobody (plain autograd)."""
-
-    def accumulate(self, parameter: nn.Parameter, write: Write) -> None:
-        """Take the gradient of one use of `parameter`: `write(out, overwrite)` computes it."""
+from penteract.parallel.parameters import Layer, WeightGradients, data_partial, replicated
+from penteract.placement import Box, Init, Piece, Placement, split_range
 
 
 def write_product(a: Tensor, b: Tensor, out: Tensor, overwrite: bool) -> None:
@@ -117,7 +108,6 @@ class ColumnLinear(Layer):
     ) -> None:
         super().__init__()
         self.axis = axis
-        self.gradients: WeightGradients | None = None
         ranges = [f.local(axis) for f in outputs]
         self.sizes = [stop - start for start, stop in ranges]  # local features of each output
         weights, biases, at = [], [], 0
@@ -159,7 +149,6 @@ class RowLinear(Layer):
     ) -> None:
         super().__init__()
         self.axis = axis
-        self.gradients: WeightGradients | None = None
         start, stop = inputs.local(axis)
         box = Box((0, start), (outputs, stop - start))
         piece = Piece(f"{inputs.name}.weight", (outputs, inputs.units * inputs.unit), box, (0, 0))
@@ -177,25 +166,3 @@ class RowLinear(Layer):
         y = linear(x, self.weight, None, self.gradients)
         y = all_reduce(declare(y, self.axis, P), self.axis)  # [t, o] P(tp) -> I(tp)
         return y if self.bias is None else y + self.bias
-
-
-def replicated(
-    name: str,
-    shape: tuple[int, ...],
-    init: Init,
-    *,
-    decay: bool = False,
-    tp: AxisUse = "replicated",
-) -> Placement:
-    """Placement of a logical tensor that every tensor rank holds whole.
-
-    Its gradients are identical over tp, or with `tp="partial"` each is a part of the sum.
-    """
-    box = Box((0,) * len(shape), shape)
-    piece = Piece(name, shape, box, (0,) * len(shape))
-    return Placement(shape, (piece,), data_partial(tp), init, decay)
-
-
-def data_partial(tp: AxisUse) -> dict[str, AxisUse]:
-    """Axes of a dense parameter: over the data it is replicated, its gradient a partial sum."""
-    return {"tp": tp, "dp": "partial", "cp": "partial"}

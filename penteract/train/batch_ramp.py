@@ -20,3 +20,9 @@ def cursor(step: int, train: TrainConfig) -> int:
         consumed += (min(step, until) - min(step, done)) * batch
         done = until
     return consumed + max(0, step - done) * train.global_batch
+
+
+def ramp_until(step: int, train: TrainConfig) -> list[tuple[int, int]]:
+    """The ramp that says what the first `step` steps took, whatever comes after them."""
+    past = [(until, batch) for until, batch in train.ramp if until < step]
+    return [*past, (step, global_batch(step, train))]

@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penteract.config import Config, ConfigError, SourceConfig
-from penteract.data.indexed import Ints
-from penteract.data.loader import Prefetcher, TrainSource, ValidSource, check_names, micro_batches
+from penteract.config import Config, ConfigError
+from penteract.data.build import read_sidecar
+from penteract.data.indexed import IndexedFile, Ints
+from penteract.data.loader import Prefetcher, TrainSource, ValidSource, micro_batches
 from penteract.data.synthetic import SyntheticSource
-from penteract.data.tokenizers import load_tokenizer
+from penteract.data.tokenizers import Tokenizer, load_tokenizer
 from penteract.families import model_spec
 from penteract.mesh import Axis, Mesh
 from penteract.nn.flops import training_flops
@@ -22,9 +24,7 @@ from penteract.nn.sequences import MicroBatch, Noise
 from penteract.train.batch_ramp import cursor, global_batch
 from penteract.train.task import Task
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
-Arrays = list[tuple[Ints, Ints]]  # (tokens, labels) [n, s] of each micro-batch
+Samples = tuple[Tensor, Tensor]  # tokens and labels, [n, s] each, of a micro-batch
 
 
 class Source(Protocol):
@@ -33,28 +33,27 @@ class Source(Protocol):
     def samples(self, indices: range) -> tuple[Ints, Ints]: ...
 
 
-def with_vocabulary(config: Config) -> tuple[Config, str]:
-    """The configuration with model.vocab filled in from the tokenizer, and the tokenizer's hash."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
+def with_vocabulary(config: Config) -> tuple[Config, Tokenizer]:
+    """The configuration with model.vocab filled in from its tokenizer, and the tokenizer."""
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
     vocab = config.model.vocab or tokenizer.vocab
     if vocab < tokenizer.vocab:
         raise ConfigError(
-            f"model.vocab = {vocab} is smaller than the tokenizer's {tokenizer.vocab} tokens"
+            f"model.vocab = {vocab} is smaller than the tokenizer's {tokenizer.vocab} tokens: it "
+            f"must be at least {tokenizer.vocab}"
         )
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab=vocab)
-    ), tokenizer.hash
+    model = dataclasses.replace(config.model, vocab=vocab)
+    return dataclasses.replace(config, model=model), tokenizer
 
 
 def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Task, Config]:
     """This rank's task of a configuration, and the configuration with its vocabulary."""
-    config, tokenizer_hash = with_vocabulary(config)
-    source = train_source(config)
-    task = synthetic_task(config, mesh, device, source=source)
-    validation = {
-        valid.name: _validation(config, valid, mesh.axis("dp"), device)
-        for valid in _valid_sources(config)
-    }
+    config, tokenizer = with_vocabulary(config)
+    source, valid = train_source(config), _valid_sources(config)
+    files = {file.prefix: file for file in [*source.files, *(v.file for v in valid)]}
+    notes = [_note(file, config, tokenizer) for file in files.values()]
+    task = pretraining_task(config, mesh, device, source)
+    validation = {v.name: _validation(config, v, mesh.axis("dp"), device) for v in valid}
 
     def describe(step: int) -> list[str]:
         first = cursor(step - 1, config.train)
@@ -62,14 +61,31 @@ def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Ta
         return [str(sample) for sample in found]
 
     state = {
-        "tokenizer": tokenizer_hash,
+        "tokenizer": tokenizer.hash,
         "data": {
             "files": source.fingerprint(),
             "seq": config.data.seq,
             "seed": config.data.seed,
         },
     }
-    return dataclasses.replace(task, validation=validation, describe=describe, state=state), config
+    task = dataclasses.replace(
+        task, validation=validation, describe=describe, state=state, notes=notes
+    )
+    return task, config
+
+
+def _note(file: IndexedFile, config: Config, tokenizer: Tokenizer) -> str:
+    """What a token file holds; refuses one that was made with another tokenizer."""
+    facts = read_sidecar(file) or {}
+    if facts.get("tokenizer_hash", tokenizer.hash) != tokenizer.hash:
+        raise ConfigError(
+            f"{file.prefix} was made with another tokenizer: {facts.get('tokenizer')}, end of "
+            f"document {facts.get('end_of_document')}, hash {str(facts['tokenizer_hash'])[:8]}; "
+            f"data.tokenizer is {config.data.tokenizer}, end of document "
+            f"{tokenizer.end_of_document}, hash {tokenizer.hash[:8]}"
+        )
+    note, entropy = f"{file.name}: {file.tokens} tokens", facts.get("unigram_entropy_nats")
+    return note if entropy is None else f"{note}, unigram entropy {entropy:.4f} nats a token"
 
 
 def train_source(config: Config) -> TrainSource:
@@ -81,7 +97,7 @@ def train_source(config: Config) -> TrainSource:
             "(`penteract data build` makes one)"
         )
     return TrainSource(
-        [(s.prefix, s.weight) for s in _sources(data.train)],
+        [(s.prefix, s.weight) for s in data.train],
         seq=data.seq,
         seed=data.seed,
         vocab=config.model.vocab,
@@ -90,29 +106,28 @@ def train_source(config: Config) -> TrainSource:
     )
 
 
-def _sources(given: tuple[str | SourceConfig, ...]) -> list[SourceConfig]:
-    return [s for s in given if isinstance(s, SourceConfig)]  # `load` leaves no strings
+def synthetic_task(config: Config, mesh: Mesh, device: torch.device) -> Task:
+    """The task on tokens that are made from data.seed."""
+    data = config.data
+    source = SyntheticSource(seq=data.seq, vocab=model_spec(config.model).vocab, seed=data.seed)
+    return pretraining_task(config, mesh, device, source)
 
 
-def synthetic_task(
-    config: Config, mesh: Mesh, device: torch.device, *, source: Source | None = None
-) -> Task:
-    """The task without validation; without a source its tokens are made from data.seed."""
+def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: Source) -> Task:
+    """The task on the samples of `source`, without validation."""
     train, seq = config.train, config.data.seq
     spec, dp = model_spec(config.model), mesh.axis("dp")
-    model = Stage(spec, mesh.axis("tp"), dtype=DTYPES[train.dtype])
-    if source is None:
-        source = SyntheticSource(seq=seq, vocab=spec.vocab, seed=config.data.seed)
+    model = Stage(spec, mesh.axis("tp"), dtype=getattr(torch, train.dtype))
 
-    def read(step: int) -> Arrays:
+    def read(step: int) -> list[Samples]:
         first, batch = cursor(step - 1, train), global_batch(step, train)
         parts = micro_batches(batch, train.micro_batch, dp.size, dp.rank)
-        return [source.samples(range(first + p.start, first + p.stop)) for p in parts]
+        return [_read(source, range(first + p.start, first + p.stop), device) for p in parts]
 
     ahead = _ReadAhead(read)
 
     def batches(step: int) -> list[MicroBatch]:
-        return [MicroBatch.of_samples(*arrays, device=device) for arrays in ahead(step)]
+        return [MicroBatch.of_samples(*samples, device=device) for samples in ahead(step)]
 
     def loss(batch: MicroBatch, scale: Tensor, noise: Noise | None) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = model(batch, scale=scale, noise=noise).terms
@@ -130,14 +145,20 @@ def synthetic_task(
     )
 
 
+def _read(source: Source, indices: range, device: torch.device) -> Samples:
+    tokens, labels = (torch.from_numpy(np.ascontiguousarray(a)) for a in source.samples(indices))
+    # From pinned memory a copy to the GPU runs beside its computation.
+    return (tokens.pin_memory(), labels.pin_memory()) if device.type == "cuda" else (tokens, labels)
+
+
 class _ReadAhead:
     """Reads the steps that follow the first one asked for in a thread."""
 
-    def __init__(self, read: Callable[[int], Arrays]) -> None:
+    def __init__(self, read: Callable[[int], list[Samples]]) -> None:
         self._read = read
-        self._prefetcher: Prefetcher[Arrays] | None = None
+        self._prefetcher: Prefetcher[list[Samples]] | None = None
 
-    def __call__(self, step: int) -> Arrays:
+    def __call__(self, step: int) -> list[Samples]:
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._read, first=step)
         return self._prefetcher.get(step)
@@ -150,7 +171,7 @@ class _ReadAhead:
 def _valid_sources(config: Config) -> list[ValidSource]:
     data = config.data
     held_out = not data.valid and data.valid_fraction > 0
-    sources = [
+    return [
         ValidSource(
             s.prefix,
             seq=data.seq,
@@ -158,10 +179,8 @@ def _valid_sources(config: Config) -> list[ValidSource]:
             sequences=config.train.eval_steps * config.train.global_batch,
             valid_fraction=data.valid_fraction if held_out else None,
         )
-        for s in _sources(data.train if held_out else data.valid)
+        for s in (data.train if held_out else data.valid)
     ]
-    check_names([s.name for s in sources])
-    return sources
 
 
 def _validation(
@@ -170,6 +189,6 @@ def _validation(
     parts = micro_batches(len(source), config.train.micro_batch, dp.size, dp.rank)
 
     def batches() -> Iterator[MicroBatch]:
-        return (MicroBatch.of_samples(*source.samples(p), device=device) for p in parts)
+        return (MicroBatch.of_samples(*_read(source, p, device), device=device) for p in parts)
 
     return batches

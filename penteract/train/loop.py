@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from penteract.checkpoint.io import find_step, lock, newest, retain
+from penteract.checkpoint.io import agreed, find_step, lock, newest, retain
 from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh
@@ -38,11 +38,12 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest(config.train.max_minutes))
         stack.callback(task.close)
-        if rank0:
-            stack.enter_context(lock(checkpoints))
-        run = Run(task, config, mesh, device)
-        metrics = _open_metrics(config, active=rank0)
+        agreed(world, lambda: stack.enter_context(lock(checkpoints)) if rank0 else None)
+        metrics = agreed(world, lambda: _open_metrics(config, active=rank0))
         stack.callback(metrics.close)
+        run = Run(task, config, mesh, device)
+        for note in task.notes:
+            metrics.say(note)
         found = newest(checkpoints, axis=world)
         metrics.say(_restore(run, found))
         if rank0:
@@ -51,7 +52,10 @@ def train(
         evaluate_every = config.train.eval_every or steps
         while run.step < steps and not stop.agreed(world, device):
             metrics.step(run.update())
-            if task.validation and (run.step % evaluate_every == 0 or run.step == steps):
+            last = run.step == steps
+            if task.validation and (last or run.step % evaluate_every == 0):
+                if not last and stop.agreed(world, device):
+                    break
                 metrics.evaluation(run.step, run.evaluate())
             if every and run.step % every == 0:
                 saved = _save(run, checkpoints, metrics)

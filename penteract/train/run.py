@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from penteract.checkpoint.io import Record, Shard, load, read_manifest, save
 from penteract.checkpoint.model import STATE_PREFIXES, boxes
 from penteract.collectives import all_reduce_
 from penteract.config import Config, ConfigError
-from penteract.config_file import to_dict
+from penteract.config_file import from_dict, to_dict
 from penteract.mesh import Mesh
 from penteract.nn.sequences import Noise
 from penteract.optim.adamw import AdamW
@@ -25,6 +25,7 @@ from penteract.optim.schedule import learning_rate
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.pipeline.executor import execute
 from penteract.parallel.pipeline.schedules import accumulate
+from penteract.train.batch_ramp import ramp_until
 from penteract.train.metrics import peak_memory_bytes
 from penteract.train.task import Task
 
@@ -158,7 +159,9 @@ class Run:
             "updates": self.optimizer.updates,
             **self.task.state,
         }
-        layout = {k: v for k, v in asdict(self.mesh.grid).items() if isinstance(v, (int, str))}
+        layout = {
+            k: v for k, v in dataclasses.asdict(self.mesh.grid).items() if isinstance(v, (int, str))
+        }
         record = Record(step=self.step, config=to_dict(self.config), layout=layout, state=state)
         return save(directory, record, list(self._shards()), axis=self.mesh.axis("world"))
 
@@ -172,22 +175,34 @@ class Run:
         self.optimizer.updates = manifest.state["updates"]
 
     def load_weights(self, path: Path) -> None:
-        """Start from the weights saved at `path`, with fresh moments, step and cursor."""
-        weights = [s for s in self._shards() if "/" not in s[0].tensor]
-        load(path, weights, axis=self.mesh.axis("world"), skip=STATE_PREFIXES)
-        for buffer in self.buffers.buffers:
-            if buffer.master is not buffer.data:
-                buffer.master.copy_(buffer.data)
+        """Start from the weights saved at `path`, with fresh moments, step and cursor.
+
+        Masters are filled, from the run's own where it kept some, so they must be of their type.
+        """
+        saved = read_manifest(path).tensors
+        skip = [*STATE_PREFIXES]
+        weights: list[tuple[Shard, Tensor]] = []
+        for slot in self.buffers.slots():
+            for shard, view in boxes("", slot.entry.placement, slot.master):
+                if (finer := f"master/{shard.tensor}") in saved:
+                    skip.append(shard.tensor)
+                    shard = dataclasses.replace(shard, tensor=finer)
+                weights.append((shard, view))
+        load(path, weights, axis=self.mesh.axis("world"), skip=tuple(skip))
+        self.buffers.publish()
 
     def _check_same(self, path: Path, config: dict[str, Any], state: dict[str, Any]) -> None:
+        theirs = from_dict(config)  # with the defaults of keys that came after it
         mine = {"model": to_dict(self.config)["model"], **self.task.state}
-        saved = {"model": config["model"], **{key: state.get(key) for key in self.task.state}}
+        saved = {"model": to_dict(theirs)["model"]}
+        saved |= {key: state.get(key) for key in self.task.state}
         seen, step = state["cursor"], state["step"]
         if (would_have := self.task.cursor(step)) != seen:
+            ramp = [list(entry) for entry in ramp_until(step, theirs.train)]
             raise ConfigError(
                 f"{path}: its {step} steps took {seen} samples, but with this train.global_batch "
-                f"and train.ramp they would have taken {would_have}: say in train.ramp how large "
-                f"the batches of the first {step} steps were, as in [[{step}, {seen // step}]]"
+                f"and train.ramp they would have taken {would_have}: say how large the batches "
+                f"were so far with train.ramp = {ramp}"
             )
         if wrong := list(_differences(saved, mine)):
             raise ConfigError(

@@ -34,4 +34,5 @@ class Task:
     cursor: Callable[[int], int] = lambda step: step  # samples consumed after a step
     describe: Callable[[int], list[str]] = _none  # the samples of a step, for messages
     state: Mapping[str, Any] = field(default_factory=dict)  # saved with every checkpoint
+    notes: Sequence[str] = ()  # for the user, at the start of a run
     close: Callable[[], None] = lambda: None

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penteract.data.blend import LARGEST_PERIOD, Blend, resolve_weights
+from penteract.errors import UserError
 
 
 def check(weights: list[float], prefix: int) -> None:
@@ -62,9 +63,9 @@ def test_resolved_weights() -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_bad_weights(weight: float) -> None:
-    with pytest.raises(ValueError, match=f"the weight of source 1 is {weight}: it must be"):
+    with pytest.raises(UserError, match=f"the weight of source 1 is {weight}: it must be"):
         resolve_weights([1.0, weight])
-    with pytest.raises(ValueError, match="at least one source"):
+    with pytest.raises(UserError, match="at least one source"):
         Blend([])
 
 

@@ -22,6 +22,7 @@ from penteract.data.build import Build, Progress, build, inspect, read_sidecar, 
 from penteract.data.indexed import DataError, IndexedFile, IndexedWriter
 from penteract.data.tokenizers import ByteTokenizer
 from penteract.data.workers import map_in_order
+from penteract.errors import UserError
 
 DOCUMENTS = ["alpha", "zwölf €", "x", '"quoted"\nlines\n']
 
@@ -77,6 +78,7 @@ def test_documents_and_skips(corpus: Path, tmp_path: Path) -> None:
     assert report.skipped["not JSON in UTF-8"][1].endswith(f"d.jsonl at byte {line_two}")
     assert report.skipped["not UTF-8"][1].endswith("bad.txt at byte 2")
     assert f"4 documents, {size + 4} tokens, {size} bytes of text" in report.summary()
+    assert f"unigram entropy {report.unigram_entropy:.4f} nats a token" in report.summary()
     assert "1 not UTF-8 (first " in report.summary()
     assert sorted(os.listdir(tmp_path / "new")) == ["x.bin", "x.idx", "x.json"]
 
@@ -214,7 +216,7 @@ def test_bad_input(corpus: Path, tmp_path: Path) -> None:
         ({"inputs": (str(corpus),), "workers": 0}, "workers must be at least 1, not 0"),
         ({"inputs": (str(corpus),), "limit_bytes": 0}, "at least 1 byte, not 0"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             build(replace(what, **change))
         assert not list(tmp_path.glob("x.*"))
 
@@ -239,7 +241,7 @@ def test_faults_of_workers_surface() -> None:
     for task, error, message in (
         ("die", RuntimeError, "ended with code -9"),
         ("refuse", DataError, "no such text"),
-        ("nonsense", ValueError, "invalid literal"),
+        ("nonsense", RuntimeError, "(?s)Traceback.*invalid literal"),
         (None, RuntimeError, "(?s)Traceback.*TypeError"),
     ):
         with (

@@ -18,6 +18,7 @@ from penteract.data.order import (
     permute_many,
     split_samples,
 )
+from penteract.errors import UserError
 
 
 def whole(n: int, seed: int) -> np.ndarray:
@@ -124,7 +125,7 @@ def test_count_of_samples() -> None:
     assert [count_samples(tokens, 8, "x") for tokens in (9, 16, 17)] == [1, 1, 2]
     with pytest.raises(DataError, match=r"x: 8 tokens hold no sample of seq \+ 1 = 9.*at most 7"):
         count_samples(8, 8, "x")
-    with pytest.raises(ValueError, match="at least 1, not 0"):
+    with pytest.raises(UserError, match="at least 1, not 0"):
         count_samples(8, 0, "x")
 
 
@@ -135,5 +136,5 @@ def test_split() -> None:
         split_samples(10, 0.01, "x")
     with pytest.raises(DataError, match="0 for training"):
         split_samples(1, 0.9, "x")
-    with pytest.raises(ValueError, match="in \\[0, 1\\), not 1"):
+    with pytest.raises(UserError, match="in \\[0, 1\\), not 1"):
         split_samples(10, 1, "x")

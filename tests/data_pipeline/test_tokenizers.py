@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penteract.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from penteract.errors import UserError
 
 END = "<|endoftext|>"
 
@@ -104,17 +105,17 @@ def test_the_end_token_is_found_or_asked_for(tmp_path: Path) -> None:
     path = str(save_bpe(tmp_path / "t.json", ("<stop>", "</s>")))
     assert load_tokenizer(path).end_of_document == 1
     assert load_tokenizer(path, "<stop>").end_of_document == 0
-    with pytest.raises(ValueError, match=r"no token '<halt>'"):
+    with pytest.raises(UserError, match=r"no token '<halt>'"):
         load_tokenizer(path, "<halt>")
-    with pytest.raises(ValueError, match="--eod TOKEN"):
+    with pytest.raises(UserError, match=r"data\.end_of_document .*--eod TOKEN"):
         load_tokenizer(str(save_bpe(tmp_path / "u.json", ("<stop>",))))
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.json: No such file"):
+    with pytest.raises(UserError, match=r"none\.json: No such file"):
         load_tokenizer(str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text('{"model": 3}')
-    with pytest.raises(ValueError, match=r"bad\.json: not a tokenizer\.json"):
+    with pytest.raises(UserError, match=r"bad\.json: not a tokenizer\.json"):
         load_tokenizer(str(tmp_path / "bad.json"))
-    with pytest.raises(ValueError, match="ends documents with id 256"):
+    with pytest.raises(UserError, match="ends documents with id 256"):
         load_tokenizer("bytes", END)

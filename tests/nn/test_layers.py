@@ -75,8 +75,6 @@ def test_positions_restart_in_every_document_and_rows_do_not() -> None:
     sequences = Sequences.of((3, 0, 1, 2))
     assert sequences.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert sequences.rows.tolist() == [0, 1, 2, 3, 4, 5]
-    assert sequences.equal_length is None
-    assert Sequences.of((2, 2)).equal_length == 2
     assert Sequences.of((2, 2), past=4).positions.tolist() == [4, 5, 4, 5]
     assert Sequences.of(()).positions.shape == (0,)
 
