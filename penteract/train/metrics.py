@@ -73,7 +73,7 @@ class Metrics:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, line: dict[str, Any]) -> None:
-        """Record one update; `line` has `step` and the numbers of DESIGN's metrics line."""
+        """Record one update; `line` has `step` and the numbers of `Run.update`."""
         if not self.active:
             return
         self._write(line)
