@@ -79,16 +79,16 @@ def _restore(run: Run, path: Path | None) -> str:
     """Continue the step at `path`, or start from other weights, or from the seed; says which."""
     options, steps = run.config.checkpoint, run.config.train.steps
     if path is not None:
-        run.resume(path, check_hashes=False)  # they were, when it was chosen
+        changes = run.resume(path, check_hashes=False)  # they were, when it was chosen
         if run.step >= steps:
             return f"{path}: step {run.step} of {steps} is done already; raise train.steps to go on"
-        return f"continuing {path} at step {run.step} of {steps}"
+        return "\n  ".join([f"continuing {path} at step {run.step} of {steps}", *changes])
     if options.load is None:
         return f"starting from seed {run.config.train.seed}"
     path = find_step(options.load)
     if options.load_state:
-        run.resume(path)
-        return f"starting from {path}, its moments and its step {run.step}"
+        changes = run.resume(path)
+        return "\n  ".join([f"starting from {path}, its moments, its step {run.step}", *changes])
     run.load_weights(path)
     return f"starting from the weights of {path}"
 

@@ -165,14 +165,19 @@ class Run:
         record = Record(step=self.step, config=to_dict(self.config), layout=layout, state=state)
         return save(directory, record, list(self._shards()), axis=self.mesh.axis("world"))
 
-    def resume(self, path: Path, *, check_hashes: bool = True) -> None:
-        """Continue the run saved at `path`. Raises ConfigError where model or data are others."""
+    def resume(self, path: Path, *, check_hashes: bool = True) -> list[str]:
+        """Continue the run saved at `path`; what of [optim] is another now, a line each.
+
+        Raises ConfigError where model or data are others.
+        """
         manifest = read_manifest(path)
         self._check_same(path, manifest.config, manifest.state)
         shards, world = list(self._shards()), self.mesh.axis("world")
         load(path, shards, axis=world, check_hashes=check_hashes)
         self.step, self.tokens = manifest.state["step"], manifest.state["tokens"]
         self.optimizer.updates = manifest.state["updates"]
+        theirs, mine = (to_dict(c)["optim"] for c in (from_dict(manifest.config), self.config))
+        return list(_differences(theirs, mine, "optim"))
 
     def load_weights(self, path: Path) -> None:
         """Start from the weights saved at `path`, with fresh moments, step and cursor.

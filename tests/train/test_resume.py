@@ -108,7 +108,8 @@ def test_a_new_learning_rate_applies_at_once(tmp_path: Path, config: Path) -> No
     words = ["train", config, "--optim.schedule=constant"]
     run([*words, "--train.steps=5"])
     run([*words, "--train.steps=6"])
-    run([*words, "--train.steps=7", "--optim.lr=0.5"])
+    ranks = run([*words, "--train.steps=7", "--optim.lr=0.5"])
+    assert "optim.lr: saved 0.01, now 0.5" in ranks.err[0]
     line = metrics(tmp_path / "run")
     assert [line[step]["lr"] for step in (5, 6, 7)] == [0.01, 0.01, 0.5]
     steps = [newest(tmp_path / "run").with_name(f"step-{n:08d}") for n in (5, 6, 7)]
@@ -226,7 +227,7 @@ def test_loading_the_state_too_goes_on_elsewhere(
     run(["train", config, "--train.steps=5"])
     words = [f"--checkpoint.load={tmp_path}/run/checkpoints", "--checkpoint.load_state=true"]
     ranks = run(["train", config, *words, f"--log.dir={tmp_path}/elsewhere"])
-    assert "its moments and its step 5" in ranks.err[0]
+    assert "its moments, its step 5" in ranks.err[0]
     whole = metrics(undisturbed)
     later = metrics(tmp_path / "elsewhere")
     assert sorted(later) == [6, 7, 8, 9, 10]
