@@ -20,7 +20,8 @@ import torch
 
 from penteract.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig, resolve
 from penteract.families import model_spec
-from penteract.mesh import Grid, create_mesh
+from penteract.grid import Grid
+from penteract.mesh import create_mesh
 from penteract.nn.flops import training_flops
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run

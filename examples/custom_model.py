@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from penteract.config import Config
 from penteract.config_file import load
 from penteract.data.loader import micro_batches
+from penteract.grid import Grid
 from penteract.launch import connect, environment
-from penteract.mesh import Axis, Grid, create_mesh
+from penteract.mesh import Axis, create_mesh
 from penteract.parallel.parameters import adopt
 from penteract.train.loop import train
 from penteract.train.task import Task

@@ -141,7 +141,7 @@ def _dry_run(config: Config, world: int, rank: int) -> int:
 
 
 def _grid(config: Config, world: int) -> Any:
-    from penteract.mesh import Grid
+    from penteract.grid import Grid
 
     p = config.parallel
     return Grid(world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)
@@ -159,7 +159,8 @@ def _without_nproc(argv: Sequence[str]) -> list[str]:
 
 def layout(arguments: argparse.Namespace) -> int:
     """Show which rank is where."""
-    from penteract.mesh import Grid, draw, layout_json
+    from penteract.grid import Grid, layout_json
+    from penteract.layout_picture import draw
 
     sizes = {name: getattr(arguments, name) for name in ("tp", "cp", "pp", "ep", "etp", "order")}
     grid = Grid(arguments.world, **sizes)

@@ -106,7 +106,7 @@ def test_errors_give_codes_and_messages(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("penteract.mesh.draw", fail)
+    monkeypatch.setattr("penteract.layout_picture.draw", fail)
     assert exit_code(["layout", "--world", "1"]) == code
     said = capsys.readouterr().err
     assert said == says if says is not None else said.startswith("Traceback"), said
@@ -118,7 +118,7 @@ def test_a_fault_of_ours_shows_its_traceback(
     def fail(*_: object) -> None:
         np.zeros(3).reshape(2, 2)  # a ValueError, but numpy's
 
-    monkeypatch.setattr("penteract.mesh.draw", fail)
+    monkeypatch.setattr("penteract.layout_picture.draw", fail)
     monkeypatch.setattr("penteract.config_file.load", fail)
     assert exit_code(["train", "x.toml"]) == 1
     assert "Traceback" in capsys.readouterr().err

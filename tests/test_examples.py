@@ -15,7 +15,8 @@ from runs import assert_same_state, curve, evaluations, newest, tensors
 from torch import nn
 
 from penteract.config import Config, ModelConfig, OptimConfig, TrainConfig, resolve
-from penteract.mesh import Grid, create_mesh
+from penteract.grid import Grid
+from penteract.mesh import create_mesh
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import adopt, declared_parameters
 from penteract.testing import run_ranks, world_axis

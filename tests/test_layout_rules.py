@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penteract import layout_rules as rules
 from penteract.errors import UserError
-from penteract.mesh import DENSE, EXPERT, Grid
+from penteract.grid import DENSE, EXPERT, Grid
 
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-pp-ep-dp", "pp-tp-dp-cp-ep", "dp-ep-pp-cp-tp")
 

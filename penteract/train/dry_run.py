@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penteract.config import Config
-from penteract.mesh import Grid, create_mesh
+from penteract.grid import Grid
+from penteract.mesh import create_mesh
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
 

@@ -10,7 +10,7 @@ from parity.matrix import MODELS
 from penteract.config import resolve
 from penteract.config_file import from_dict
 from penteract.families import model_spec
-from penteract.mesh import Grid
+from penteract.grid import Grid
 from penteract.nn.model import ModelSpec
 from penteract.train.dry_run import dry_run
 

@@ -20,7 +20,8 @@ from parity.training import (
 from reference import bridge, plain
 
 from penteract.families import model_spec
-from penteract.mesh import Grid, Mesh, create_mesh
+from penteract.grid import Grid
+from penteract.mesh import Mesh, create_mesh
 from penteract.nn.sequences import MicroBatch
 from penteract.testing import run_ranks, world_axis
 from penteract.train.language_model import synthetic_task

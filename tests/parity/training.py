@@ -20,7 +20,8 @@ from penteract.config_file import from_dict
 from penteract.data.loader import micro_batches
 from penteract.data.synthetic import SyntheticSource
 from penteract.families import model_spec
-from penteract.mesh import Grid, Mesh, create_mesh
+from penteract.grid import Grid
+from penteract.mesh import Mesh, create_mesh
 from penteract.nn.sequences import MicroBatch
 from penteract.optim.adamw import AdamW
 from penteract.parallel.buffers import Buffers

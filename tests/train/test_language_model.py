@@ -13,7 +13,8 @@ from runs import run, write_config
 from penteract.cli import main
 from penteract.config_file import load
 from penteract.data.build import Build, build
-from penteract.mesh import Grid, create_mesh
+from penteract.grid import Grid
+from penteract.mesh import create_mesh
 from penteract.nn.sequences import MicroBatch
 from penteract.train.language_model import language_model
 from penteract.train.task import Task

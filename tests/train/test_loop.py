@@ -27,7 +27,8 @@ from penteract.checkpoint.model import load_model
 from penteract.checkpoint.steps import steps
 from penteract.config_file import load
 from penteract.data.loader import ValidSource
-from penteract.mesh import Grid, create_mesh
+from penteract.grid import Grid
+from penteract.mesh import create_mesh
 from penteract.nn.sequences import MicroBatch
 from penteract.train.language_model import language_model
 from penteract.train.run import Run
