@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penteract.mesh import Axis
 from penteract.nn.attention_kernels import Backend, attend, attend_cached
+from penteract.nn.build import Build
 from penteract.nn.norm import Norm, NormSpec
 from penteract.nn.rope import apply_rotary
 from penteract.nn.sequences import Sequences
 from penteract.parallel.tensor import ColumnLinear, Features, RowLinear
-from penteract.placement import Init
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,24 @@ class Attention(nn.Module):
     """[t, h] → [t, h]: q, k, v side by side in one projection, attention, output projection."""
 
     def __init__(
-        self, name: str, hidden: int, spec: AttentionSpec, axis: Axis, *, init: tuple[Init, Init],
-        dtype: torch.dtype, backend: Backend = "flash",
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        hidden: int,
+        spec: AttentionSpec,
+        build: Build,
+        *,
+        backend: Backend = "flash",
+    ) -> None:
         super().__init__()
         self.spec, self.backend = spec, backend
-        d = spec.head_size
+        d, bias, dtype = spec.head_size, spec.bias, build.dtype
         q = Features(f"{name}.q", spec.heads, d)
         k, v = (Features(f"{name}.{x}", spec.kv_heads, d) for x in "kv")
-        self.qkv = ColumnLinear(hidden, (q, k, v), axis, bias=spec.bias, dtype=dtype, init=init[0])
-        self.o = RowLinear(
-            Features(f"{name}.o", spec.heads, d), hidden, axis, bias=spec.bias, dtype=dtype,
-            init=init[1],
-        )  # fmt: skip
+        o = Features(f"{name}.o", spec.heads, d)
+        self.qkv = ColumnLinear(
+            hidden, (q, k, v), build.tp, bias=bias, dtype=dtype, init=build.init
+        )
+        self.o = RowLinear(o, hidden, build.tp, bias=bias, dtype=dtype, init=build.output_init)
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
             self.q_norm, self.k_norm = (

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from penteract.mesh import Axis
 from penteract.nn.attention import Attention, AttentionSpec, Cache
+from penteract.nn.build import Build
 from penteract.nn.dropout import dropout
 from penteract.nn.mlp import MLP, MLPSpec
 from penteract.nn.norm import Norm, NormSpec
 from penteract.nn.sequences import Noise, Sequences
-from penteract.placement import Init
 
 
 @dataclass(frozen=True)
@@ -30,20 +27,13 @@ class BlockSpec:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the stream stays [t, h]."""
 
-    def __init__(
-        self, name: str, hidden: int, spec: BlockSpec, axis: Axis, *, init_std: float, depth: int,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, hidden: int, spec: BlockSpec, build: Build) -> None:
         super().__init__()
         self.name, self.dropout = name, spec.dropout
-        # Each block adds two outputs to the stream; their variance would grow with depth.
-        init = Init("normal", init_std), Init("normal", init_std / math.sqrt(2 * depth))
-        self.attention_norm = Norm(f"{name}.attention_norm", hidden, spec.norm, dtype=dtype)
-        self.attention = Attention(
-            f"{name}.attention", hidden, spec.attention, axis, init=init, dtype=dtype
-        )
-        self.mlp_norm = Norm(f"{name}.mlp_norm", hidden, spec.norm, dtype=dtype)
-        self.mlp = MLP(f"{name}.mlp", hidden, spec.mlp, axis, init=init, dtype=dtype)
+        self.attention_norm = Norm(f"{name}.attention_norm", hidden, spec.norm, dtype=build.dtype)
+        self.attention = Attention(f"{name}.attention", hidden, spec.attention, build)
+        self.mlp_norm = Norm(f"{name}.mlp_norm", hidden, spec.norm, dtype=build.dtype)
+        self.mlp = MLP(f"{name}.mlp", hidden, spec.mlp, build)
 
     def forward(
         self, x: Tensor, sequences: Sequences, noise: Noise | None, cache: Cache | None = None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from penteract.collectives import Operation, P, all_reduce, declare
 from penteract.mesh import Axis
+from penteract.nn.build import Build
 from penteract.nn.dropout import dropout
 from penteract.nn.sequences import Noise, Sequences
 from penteract.parallel.parameters import Layer, WeightGradients, data_partial, replicated
@@ -50,10 +51,17 @@ class Embedding(Layer):
     positions: nn.Parameter | None
 
     def __init__(
-        self, name: str, vocab: int, hidden: int, axis: Axis, *, positions: int | None,
-        dropout: float, init: Init, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        vocab: int,
+        hidden: int,
+        build: Build,
+        *,
+        positions: int | None,
+        dropout: float,
+    ) -> None:
         super().__init__()
+        axis, init, dtype = build.tp, build.init, build.dtype
         self.name, self.axis, self.dropout = name, axis, dropout
         self.start, self.stop = split_range(vocab, axis.size, axis.rank)
         self.declare("weight", vocabulary_rows(f"{name}.weight", vocab, hidden, axis, init), dtype)

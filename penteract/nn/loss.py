@@ -20,11 +20,12 @@ from torch.nn import functional as F
 
 from penteract.collectives import I, Operation, R, S, all_reduce_, gather, replicate
 from penteract.mesh import Axis
+from penteract.nn.build import Build
 from penteract.nn.embedding import Embedding, vocabulary_rows
 from penteract.nn.sequences import MicroBatch
 from penteract.parallel.parameters import Layer
 from penteract.parallel.tensor import linear, write_product
-from penteract.placement import Init, even_sizes
+from penteract.placement import even_sizes
 
 # Logits are widened so many at a time: what a cache holds, or what keeps a GPU busy.
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -37,9 +38,14 @@ class _HeadLoss(Operation):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, axis: Axis, head: Head, batch: MicroBatch,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        axis: Axis,
+        head: Head,
+        batch: MicroBatch,
         scale: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x, weight)  # [t, v/tp]
         rows = torch.arange(x.shape[0], device=x.device)
@@ -94,18 +100,17 @@ class Head(Layer):
     weight: nn.Parameter
 
     def __init__(
-        self, name: str, vocab: int, hidden: int, axis: Axis, *, tied_to: Embedding | None,
-        init: Init, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self, name: str, vocab: int, hidden: int, build: Build, *, tied_to: Embedding | None
+    ) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis = axis = build.tp
         self.sizes = even_sizes(vocab, axis.size)  # rows of each rank
         self.start = sum(self.sizes[: axis.rank])
         if tied_to is not None:
             self.share("weight", tied_to, "weight")
         else:
-            placement = vocabulary_rows(f"{name}.weight", vocab, hidden, axis, init)
-            self.declare("weight", placement, dtype)
+            placement = vocabulary_rows(f"{name}.weight", vocab, hidden, axis, build.init)
+            self.declare("weight", placement, build.dtype)
 
     def loss(self, x: Tensor, batch: MicroBatch, scale: Tensor) -> Tensor:
         """Scaled sum of the cross-entropies of the micro-batch's labels, a scalar, I(tp)."""

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penteract.collectives import Operation
-from penteract.mesh import Axis
+from penteract.nn.build import Build
 from penteract.parallel.tensor import ColumnLinear, Features, RowLinear
-from penteract.placement import Init
 
 
 @dataclass(frozen=True)
@@ -49,19 +48,15 @@ class _SwiGLU(Operation):
 class MLP(nn.Module):
     """[t, h] → [t, h]; gate and up stand in one projection."""
 
-    def __init__(
-        self, name: str, hidden: int, spec: MLPSpec, axis: Axis, *, init: tuple[Init, Init],
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, hidden: int, spec: MLPSpec, build: Build) -> None:
         super().__init__()
         self.gated = spec.activation == "swiglu"
-        inner = ("gate", "up") if self.gated else ("up",)
-        features = [Features(f"{name}.{x}", spec.width) for x in inner]
-        self.inner = ColumnLinear(hidden, features, axis, bias=spec.bias, dtype=dtype, init=init[0])
-        self.down = RowLinear(
-            Features(f"{name}.down", spec.width), hidden, axis, bias=spec.bias, dtype=dtype,
-            init=init[1],
-        )  # fmt: skip
+        tp, bias, dtype = build.tp, spec.bias, build.dtype
+        names = ("gate", "up") if self.gated else ("up",)
+        inner = [Features(f"{name}.{x}", spec.width) for x in names]
+        down = Features(f"{name}.down", spec.width)
+        self.inner = ColumnLinear(hidden, inner, tp, bias=bias, dtype=dtype, init=build.init)
+        self.down = RowLinear(down, hidden, tp, bias=bias, dtype=dtype, init=build.output_init)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)  # [t, 2f/tp] or [t, f/tp]

@@ -6,6 +6,7 @@ names stay global, so a checkpoint does not know how the model was cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from penteract.mesh import Axis
 from penteract.nn.attention import Cache
 from penteract.nn.block import Block, BlockSpec
+from penteract.nn.build import Build
 from penteract.nn.embedding import Embedding
 from penteract.nn.loss import Head
 from penteract.nn.norm import Norm, NormSpec
@@ -109,20 +111,19 @@ class Stage(nn.Module):
 def _build(
     spec: ModelSpec, name: str, tp: Axis, dtype: torch.dtype, embedding: Embedding | None
 ) -> nn.Module:
-    init = Init("normal", spec.init_std)
+    # Each block adds two outputs to the stream, whose variance would grow with their number.
+    output_std = spec.init_std / math.sqrt(2 * max(1, len(spec.blocks)))
+    build = Build(tp, dtype, Init("normal", spec.init_std), Init("normal", output_std))
     if name == "embed":
-        return Embedding(
-            name, spec.vocab, spec.hidden, tp, positions=spec.positions, dropout=spec.dropout,
-            init=init, dtype=dtype,
-        )  # fmt: skip
+        positions, dropout = spec.positions, spec.dropout
+        return Embedding(name, spec.vocab, spec.hidden, build, positions=positions, dropout=dropout)
     if name == "norm":
         return Norm(name, spec.hidden, spec.norm, dtype=dtype)
     if name == "head":
         assert embedding is not None or not spec.tied, "tied weights across stages"
         tied_to = embedding if spec.tied else None
-        return Head(name, spec.vocab, spec.hidden, tp, tied_to=tied_to, init=init, dtype=dtype)
-    block, depth = spec.blocks[int(name.removeprefix("layers."))], len(spec.blocks)
-    return Block(name, spec.hidden, block, tp, init_std=spec.init_std, depth=depth, dtype=dtype)
+        return Head(name, spec.vocab, spec.hidden, build, tied_to=tied_to)
+    return Block(name, spec.hidden, spec.blocks[int(name.removeprefix("layers."))], build)
 
 
 def _apply(

@@ -52,11 +52,8 @@ class Run:
         read: Callable[[Sequence[Tensor]], list[float]] = read_values,
     ) -> None:
         self.task, self.config, self.mesh, self.device, self.read = task, config, mesh, device, read
-        self.axis = mesh.axis("dp-cp")
-        self.buffers = Buffers(
-            task.model, self.axis, seed=config.train.seed, device=device,
-            more_axes=[mesh.axis("tp")],
-        )  # fmt: skip
+        self.axis, seed, more = mesh.axis("dp-cp"), config.train.seed, [mesh.axis("tp")]
+        self.buffers = Buffers(task.model, self.axis, seed=seed, device=device, more_axes=more)
         self.optimizer = AdamW(self.buffers, config.optim)
         self.step = 0
         self.tokens = 0

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from penteract.mesh import single
 from penteract.nn.attention import Cache
+from penteract.nn.build import Build
 from penteract.nn.dropout import dropout
 from penteract.nn.embedding import Embedding
 from penteract.nn.mlp import _SwiGLU
@@ -115,9 +116,9 @@ def test_without_noise_dropout_is_the_identity() -> None:
 
 
 def test_an_embedding_with_too_few_positions_raises() -> None:
-    embedding = Embedding(
-        "embed", 5, 4, single("tp"), positions=3, dropout=0.0, init=Init("normal", 1.0), dtype=F64
-    )
+    init = Init("normal", 1.0)
+    build = Build(single("tp"), F64, init, init)
+    embedding = Embedding("embed", 5, 4, build, positions=3, dropout=0.0)
     materialise(embedding, seed=0)
     with pytest.raises(IndexError):
         embedding(torch.zeros(4, dtype=torch.int64), Sequences.of((4,)), None)

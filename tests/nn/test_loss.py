@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penteract.mesh import single
+from penteract.nn.build import Build
 from penteract.nn.loss import Head
 from penteract.nn.sequences import MicroBatch, Sequences
 from penteract.parallel.parameters import materialise
@@ -15,7 +16,8 @@ F64 = torch.float64
 
 
 def head(std: float = 1.0, dtype: torch.dtype = F64) -> Head:
-    result = Head("head", 7, 5, single("tp"), tied_to=None, init=Init("normal", std), dtype=dtype)
+    init = Init("normal", std)
+    result = Head("head", 7, 5, Build(single("tp"), dtype, init, init), tied_to=None)
     materialise(result, seed=0)
     return result
 

@@ -17,6 +17,7 @@ from penteract.config_file import from_dict
 from penteract.families import model_spec
 from penteract.mesh import Axis, single
 from penteract.nn import loss as loss_module
+from penteract.nn.build import Build
 from penteract.nn.embedding import Embedding
 from penteract.nn.loss import Head
 from penteract.nn.mlp import MLP, MLPSpec
@@ -58,7 +59,7 @@ def prepare(model: nn.Module) -> None:
 
 
 def mlp(axis: Axis, activation: Any) -> Part:
-    model = MLP("mlp", 6, MLPSpec(7, activation, True), axis, init=(NORMAL, NORMAL), dtype=F64)
+    model = MLP("mlp", 6, MLPSpec(7, activation, True), Build(axis, F64, NORMAL, NORMAL))
     prepare(model)
     generator = torch.Generator().manual_seed(1)
     x, c = torch.randn(2, 5, 6, generator=generator, dtype=F64).unbind()
@@ -70,9 +71,10 @@ def mlp(axis: Axis, activation: Any) -> Part:
 
 def ends(axis: Axis, tied: bool, gain: float = 1.0) -> Part:
     """Embedding, learned positions, head and loss, over a vocabulary that no axis divides."""
-    embedding = Embedding("embed", 13, 6, axis, positions=5, dropout=0.0, init=NORMAL, dtype=F64)
+    build = Build(axis, F64, NORMAL, NORMAL)
+    embedding = Embedding("embed", 13, 6, build, positions=5, dropout=0.0)
     tied_to = embedding if tied else None
-    head = Head("head", 13, 6, axis, tied_to=tied_to, init=NORMAL, dtype=F64)
+    head = Head("head", 13, 6, build, tied_to=tied_to)
     model = nn.ModuleList([embedding, head])
     prepare(model)
     batch = bridge.micro_batch(DOCUMENTS)
