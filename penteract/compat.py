@@ -56,6 +56,12 @@ def host_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
+def has_values(x: Tensor) -> bool:
+    """False for a fake tensor, which has a shape only."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # importing it takes its time
+    return fake is None or not isinstance(x, fake.FakeTensor)
+
+
 def outside_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, called eagerly also from a function under torch.compile, which breaks its graph there.
 

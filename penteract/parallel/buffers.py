@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penteract import compat
 from penteract.collectives import all_reduce_, broadcast_, start_all_reduce_
 from penteract.mesh import Axis
 from penteract.parallel.parameters import Declared, Layer, Write, declared_parameters
@@ -243,7 +244,7 @@ def _fill(buffer: Buffer, values: Mapping[int, Tensor], seed: int, axis: Axis) -
         if given.numel() == slot.master.numel():
             # Modules of other makers draw from a generator of their own: rank 0's values count.
             broadcast_(slot.master.copy_(given), axis)
-        else:
+        elif compat.has_values(slot.master):
             initialise(slot.master, slot.entry.placement, seed)
     if buffer.master is not buffer.data:
         buffer.data.copy_(buffer.master)

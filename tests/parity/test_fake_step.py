@@ -70,3 +70,14 @@ def check(name: str, dtype: str, *, dropout: float) -> None:
     exact = 2 * 4095 / 4096 * weights * 4 / size
     assert math.isclose(sent, exact, abs_tol=64)  # and two scalars of 8 bytes
     assert not dist.is_initialized()
+
+
+def test_no_initial_value_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Billions of numbers would take minutes, and nothing would hold them."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("values for a tensor that has none")
+
+    monkeypatch.setattr("penteract.parallel.buffers.initialise", refuse)
+    values = {"model": MODELS["llama"], "data": {"seq": 8}, "train": {"steps": 1}}
+    dry_run(resolve(from_dict(values)), Grid(2), 1)
