@@ -19,20 +19,20 @@ After each stage the ranks compare notes, so that a fault on one is a Checkpoint
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from penteract.checkpoint.agreement import agreed, together
 from penteract.checkpoint.cover import buckets
 from penteract.checkpoint.examine import check_files, inspect, read_manifest, verify
 from penteract.checkpoint.format import (
@@ -57,7 +57,6 @@ from penteract.checkpoint.plan import (
 )
 from penteract.checkpoint.steps import find_step, latest_good, publish, retain, step_name, tidy
 from penteract.checkpoint.storage import Files, HashedFile, lock
-from penteract.collectives import exchange
 from penteract.mesh import Axis, single
 from penteract.placement import Box, whole
 
@@ -86,7 +85,6 @@ log = logging.getLogger(__name__)
 # What is copied, hashed and written at a time, and read at a time.
 BUCKET_BYTES = 1 << 25
 
-T = TypeVar("T")
 Held = Sequence[tuple[Shard, torch.Tensor]]
 
 
@@ -111,7 +109,7 @@ def save(
     path and bytes needed; earlier steps are then as they were, and nothing half is left.
     """
     directory, files = Path(directory), files or Files()
-    told = _together(axis, lambda: _describe(shards, record, axis))
+    told = together(axis, lambda: _describe(shards, record, axis))
     known = [_shards_from(answer["shards"]) for answer in told]
     plan = save_plan(known)
     name, nonce = step_name(told[0]["step"]), told[0]["nonce"]
@@ -119,7 +117,7 @@ def save(
     writing = _Writing(directory / f".tmp-{name}-{nonce}", needed, files)
     try:
         agreed(axis, lambda: writing.prepare() if axis.rank == 0 else None)
-        written = _together(axis, lambda: writing.tensors(axis.rank, plan[axis.rank], shards))
+        written = together(axis, lambda: writing.tensors(axis.rank, plan[axis.rank], shards))
         manifest = _manifest(record, known, plan, written)
         agreed(axis, lambda: writing.commit(manifest) if axis.rank == 0 else None)
     except Exception as error:
@@ -148,13 +146,13 @@ def newest(directory: Path | str, *, axis: Axis) -> Path | None:
         return None if found is None else found.name
 
     while True:
-        name = _together(axis, look)[0]
+        name = together(axis, look)[0]
         if name is None:
             if damaged:
                 raise CheckpointError(f"{directory}: no good step is left:\n" + "\n".join(damaged))
             return None
         path = Path(directory) / name
-        found = _together(axis, partial(_faults, path, axis))
+        found = together(axis, partial(_faults, path, axis))
         if not (faults := [fault for of_rank in found for fault in of_rank]):
             return path
         before = read_manifest(path).step
@@ -168,38 +166,6 @@ def _faults(path: Path, axis: Axis) -> list[str]:
     manifest = read_manifest(path)
     mine = sorted(manifest.files)[axis.rank :: axis.size]
     return check_files(path, manifest, mine, hashes=True)
-
-
-def _together(axis: Axis, stage: Callable[[], Any]) -> list[Any]:
-    """Run `stage` on every rank; its JSON on each. A fault on any rank is raised on all."""
-    fault: Exception | None = None
-    answer: dict[str, Any]
-    try:
-        answer = {"value": stage()}
-    except Exception as error:  # whatever it is: the other ranks wait for an answer
-        fault = error
-        answer = {"fault": str(error) or type(error).__name__}
-    answers = [json.loads(text) for text in exchange(json.dumps(answer).encode(), axis)]
-    faults = [(rank, a["fault"]) for rank, a in enumerate(answers) if "fault" in a]
-    if fault is not None and not isinstance(fault, CheckpointError | OSError):
-        raise fault
-    if faults:
-        # Ranks that met the same fault say it once.
-        first = {text: rank for rank, text in reversed(faults)}
-        said = "; ".join(f"rank {rank}: {text}" for text, rank in reversed(first.items()))
-        raise CheckpointError(said if axis.size > 1 else faults[0][1]) from fault
-    return [a["value"] for a in answers]
-
-
-def agreed(axis: Axis, stage: Callable[[], T]) -> T:
-    """Run `stage` on every rank and wait for all; a fault on any rank is raised on all."""
-    kept: list[T] = []
-
-    def run() -> None:
-        kept.append(stage())
-
-    _together(axis, run)
-    return kept[0]
 
 
 def _describe(shards: Held, record: Record | None, axis: Axis) -> dict[str, Any]:
@@ -364,7 +330,7 @@ def load(
     every file once, the ranks sharing the files out.
     """
     path, axis = Path(path), axis or single("world")
-    told = _together(axis, lambda: _describe(wanted, None, axis))
+    told = together(axis, lambda: _describe(wanted, None, axis))
     manifest = agreed(axis, lambda: read_manifest(path))
     mismatches = compare(
         manifest.tensors, (s for a in told for s in _shards_from(a["shards"])), skip=skip
