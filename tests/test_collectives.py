@@ -440,7 +440,8 @@ def test_wrong_sizes_are_refused_with_the_numbers() -> None:
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="fake tensors make 2.11 start threads, fatal after a fork"
+    torch.version.cuda is not None,
+    reason="under fake tensors torch's CUDA builds start threads, fatal after a fork",
 )
 def test_under_fake_tensors_with_a_fake_process_group() -> None:
     def shapes() -> Any:
