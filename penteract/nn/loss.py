@@ -27,8 +27,9 @@ from penteract.parallel.parameters import Layer
 from penteract.parallel.tensor import linear, write_product
 from penteract.placement import even_sizes
 
-# Logits are widened so many at a time: what a cache holds, or what keeps a GPU busy.
-BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+# Logits are widened so many at a time: what keeps a GPU busy, or what a cache holds.
+CUDA_BLOCK_ELEMENTS = 1 << 26
+BLOCK_ELEMENTS = 1 << 20
 
 
 class _HeadLoss(Operation):
@@ -88,9 +89,10 @@ class _HeadLoss(Operation):
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Row ranges of [t, v] of about BLOCK_ELEMENTS each."""
+    """Row ranges of [t, v] of about so many elements each."""
     t, v = logits.shape
-    step = max(1, BLOCK_ELEMENTS[logits.device.type] // max(v, 1))
+    elements = CUDA_BLOCK_ELEMENTS if logits.is_cuda else BLOCK_ELEMENTS
+    step = max(1, elements // max(v, 1))
     return [slice(i, i + step) for i in range(0, t, step)]
 
 
