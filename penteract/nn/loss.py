@@ -89,7 +89,7 @@ class _HeadLoss(Operation):
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Row ranges of [t, v] of about so many elements each."""
+    """Row ranges that cut [t, v] into blocks of that many elements."""
     t, v = logits.shape
     elements = CUDA_BLOCK_ELEMENTS if logits.is_cuda else BLOCK_ELEMENTS
     step = max(1, elements // max(v, 1))
