@@ -28,7 +28,7 @@ used where the rules let it, has a gradient of the dual type: S for S, P for R (
 I for I. `typed(parameter.grad)` tells it. Nothing needs to be looked at in the backward itself.
 
 A mode does not see an autograd function, unless it is a `collectives.Operation`: that is one
-operation under the rules above, or under its own `takes` and `gives`, checked before it computes.
+operation under the rules above, or under its own `kinds`, checked before it computes.
 `parallel.parameters.parameter_kinds` gives the seeds of a model; docs/checking.md is a guide.
 """
 
@@ -46,7 +46,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from penteract import collectives as c
 from penteract.collectives import I, Kind, Operation, P, R, S
-from penteract.mesh import Axis
 
 Seeds = Mapping[str, tuple[Tensor, Mapping[str, Kind]]]
 
@@ -233,13 +232,11 @@ class checking(TorchFunctionMode):
 
     def _operation(self, operation: type[Operation], args: tuple[Any, ...]) -> Any:
         """Check the inputs before it computes or sends, then give the results their types."""
-        name, takes, gives = operation.__name__.strip("_"), operation.takes, operation.gives
-        tensors = list(_tensors(args))
+        name, tensors = operation.__name__.strip("_"), list(_tensors(args))
+        declared = operation.kinds(args)
         own: dict[str, Kind] = {}
-        if takes:
-            axis = next((x for x in args if isinstance(x, Axis)), None)
-            assert axis is not None, f"{name} has `takes`, but no Axis among its arguments"
-            assert gives is not None, f"{name} has `takes`, but no `gives`"
+        if declared is not None:
+            axis, takes, gives = declared
             own = dict.fromkeys(axis.name.split("-"), gives)
         for axis_name in own:
             for x, kind in zip(tensors, takes, strict=False):  # what is left takes what it gets

@@ -24,7 +24,7 @@ names end in `_`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,6 +41,7 @@ from penteract.wire import (
     all_reduce_,
     barrier,
     broadcast_,
+    done,
     exchange,
     exchange_sizes,
     own_part,
@@ -56,6 +57,7 @@ from penteract.wire import (
 __all__ = [
     "I",
     "Kind",
+    "Kinds",
     "Operation",
     "P",
     "Pending",
@@ -68,6 +70,7 @@ __all__ = [
     "barrier",
     "broadcast_",
     "declare",
+    "done",
     "exchange",
     "gather",
     "reduce_scatter",
@@ -112,20 +115,34 @@ def declare(x: Tensor, axis: Axis, kind: Kind) -> Tensor:
     return x
 
 
+Kinds = tuple[Axis, tuple[Kind, ...], Kind]
+
+
 class Operation(torch.autograd.Function):
     """An autograd function that `checking()` sees as one call, as it sees those of torch.
 
-    One that communicates has the `Axis` among its arguments. Over it its tensors, in order, must be
-    what `takes` says and its result is what `gives` says; no rule could derive that.
+    One that communicates says with `kinds` over which axis, what its tensors, in order, must be
+    there, and what its results are; no rule could derive that.
     """
 
-    takes: ClassVar[tuple[Kind, ...]] = ()
-    gives: ClassVar[Kind | None] = None
+    _outside: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._outside = staticmethod(compat.outside_graph(super().apply))
+
+    @staticmethod
+    def kinds(args: Sequence[Any]) -> Kinds | None:
+        """The axis, what the tensors among `args` must be over it, and what the results are."""
+        return None
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if has_torch_function_unary(args[0]):
             return handle_torch_function(cls.apply, args[:1], *args)
+        kinds = cls.kinds(args)
+        if kinds is not None and kinds[0].size > 1:
+            return cls._outside(*args)
         return super().apply(*args)
 
 

@@ -1,7 +1,8 @@
 """The configuration: one tree of frozen dataclasses, and every rule that joins its keys.
 
-The docstring below a key is its help text. `penteract/config_file.py` reads and writes TOML; the
-rules of the layout alone are in `penteract/layout_rules.py`.
+The docstring below a key is its help text; its `examples` are what `penteract verify --fuzz` draws
+from. `penteract/config_file.py` reads and writes TOML; the rules of the layout alone are in
+`penteract/layout_rules.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from penteract.errors import UserError
@@ -33,6 +34,24 @@ Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 Fraction = Annotated[Real, Field(ge=0, lt=1)]
 
+RECOMPUTE = ("layer", "attention", "mlp", "core")
+
+
+def _recompute(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _recompute_kind(value: str) -> str:
+    kind, slash, n = value.partition("/")
+    if kind not in RECOMPUTE or (slash and not (kind == "layer" and n.isdecimal() and int(n))):
+        raise ValueError(f"should be one of {', '.join(RECOMPUTE)}, or layer/N")
+    return value
+
+
+Recompute = Annotated[
+    tuple[Annotated[str, AfterValidator(_recompute_kind)], ...], BeforeValidator(_recompute)
+]
+
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
@@ -40,37 +59,37 @@ _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 class ModelConfig:
     """Sizes and options of the model."""
 
-    family: Literal["llama", "gpt2"] = "llama"
+    family: Literal["llama", "gpt2"] = Field(default="llama", examples=["llama", "gpt2"])
     """Whose structure: llama (RMSNorm, RoPE, SwiGLU) or gpt2 (LayerNorm, positions, GELU)."""
-    layers: Count
+    layers: Count = Field(examples=[1, 2, 3])
     """Transformer blocks."""
-    hidden: Count
+    hidden: Count = Field(examples=[8, 12, 20])
     """Width of the residual stream."""
-    ffn: Count
+    ffn: Count = Field(examples=[7, 10, 16])
     """Width of the feed-forward layer."""
-    heads: Count
+    heads: Count = Field(examples=[1, 2, 3, 4, 6])
     """Query heads."""
-    kv_heads: Count | None = None
+    kv_heads: Count | None = Field(default=None, examples=[None, 1, 2, 3])
     """Key/value heads; as many as heads unless given."""
-    head_size: Count | None = None
+    head_size: Count | None = Field(default=None, examples=[2, 4, 6, 8])
     """Width of a head; hidden / heads unless given."""
-    vocab: Count | None = None
+    vocab: Count | None = Field(default=None, examples=[11, 13, 32, 50])
     """Vocabulary; the tokenizer's unless given."""
-    norm_eps: Positive = 1e-5
+    norm_eps: Positive = Field(default=1e-5, examples=[1e-2])
     """Added to the variance in every norm."""
-    rope_theta: Positive = 10000.0
+    rope_theta: Positive = Field(default=10000.0, examples=[100.0, 10000.0])
     """Base of the rotary frequencies."""
     max_positions: Count | None = None
     """Learned positions (gpt2); data.seq unless given."""
-    tied: bool = False
+    tied: bool = Field(default=False, examples=[False, True])
     """Embedding and head share one weight."""
-    qk_norm: bool = False
+    qk_norm: bool = Field(default=False, examples=[False, True])
     """RMSNorm over each query and key head."""
-    bias: bool | None = None
+    bias: bool | None = Field(default=None, examples=[None, False, True])
     """Biases in linear layers; the family's habit unless given."""
-    dropout: Fraction = 0.0
+    dropout: Fraction = Field(default=0.0, examples=[0.0, 0.1])
     """Dropout on the embedding and on each block's two outputs."""
-    init_std: Positive = 0.02
+    init_std: Positive = Field(default=0.02, examples=[0.02, 0.3])
     """Standard deviation of initial weights; output projections divide it by sqrt(2 layers)."""
 
 
@@ -78,7 +97,7 @@ class ModelConfig:
 class ParallelConfig:
     """Sizes of the mesh; data parallelism takes what is left of the world."""
 
-    tp: Count = 1
+    tp: Count = Field(default=1, examples=[1, 2, 3, 4, 8])
     """Tensor-parallel size."""
     cp: Count = 1
     """Context-parallel size."""
@@ -90,6 +109,17 @@ class ParallelConfig:
     """Expert-tensor-parallel size; tp unless given."""
     order: str = "tp-cp-ep-dp-pp"
     """Axes, fastest-varying first."""
+    sp: bool = Field(default=False, examples=[False, True])
+    """Sequence parallelism: between matrices the stream is split by tokens over tp."""
+    recompute: Recompute = Field(
+        default=(), examples=[(), *((kind,) for kind in RECOMPUTE), ("layer/2",)]
+    )
+    """What backward computes again rather than keeps: layer, layer/N (every N-th), or some of
+    attention, mlp, core (attention without its projections)."""
+    tp_overlap: bool = Field(default=True, examples=[True, False])
+    """Send input gradients while weight gradients are computed."""
+    vocab_multiple: Count = Field(default=1, examples=[1, 4])
+    """Pad each tensor rank's rows of the vocabulary to a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -119,7 +149,7 @@ class DataConfig:
     """Token-file prefixes to evaluate on; each is a validation set of its own."""
     valid_fraction: Fraction = 0.0
     """Held-out tail of each training file, used where data.valid is empty."""
-    seq: Count = 1024
+    seq: Count = Field(default=1024, examples=[1, 5, 8])
     """Tokens in a sequence."""
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json, relative to the TOML file."""
@@ -153,7 +183,7 @@ class OptimConfig:
     """Adam's averaging factors."""
     eps: Positive = 1e-8
     """Adam's epsilon."""
-    clip: Annotated[Real, Field(ge=0)] = 1.0
+    clip: Annotated[Real, Field(ge=0)] = Field(default=1.0, examples=[0.0, 0.01])
     """Largest global gradient norm; 0 switches clipping off."""
 
 
@@ -163,9 +193,9 @@ class TrainConfig:
 
     steps: Natural
     """Updates in the whole run."""
-    global_batch: Count = 8
+    global_batch: Count = Field(default=8, examples=[1, 2, 3, 4, 5, 6])
     """Sequences an update, over all ranks."""
-    micro_batch: Count = 1
+    micro_batch: Count = Field(default=1, examples=[1, 2, 3])
     """Sequences a data rank and forward."""
     ramp: tuple[tuple[Count, Count], ...] = ()
     """Smaller batches at the start: [[100, 8], [300, 16]] is 8 through step 100, 16 through 300."""
@@ -179,6 +209,10 @@ class TrainConfig:
     """Steps between evaluations; 0: only after the last step."""
     eval_steps: Natural = 8
     """Global batches an evaluation takes from each validation set."""
+    label_smoothing: Fraction = Field(default=0.0, examples=[0.0, 0.1])
+    """Share of the training loss that is spread evenly over the vocabulary."""
+    z_loss: Annotated[Real, Field(ge=0)] = Field(default=0.0, examples=[0.0, 1e-3])
+    """Weight of the squared log-sum-exp of the logits in training; not part of the logged loss."""
     max_minutes: Positive | None = None
     """Save and stop, with exit code 0, after so many minutes."""
 
@@ -332,9 +366,9 @@ def check_world(parallel: ParallelConfig, world: int) -> None:
     """Every rule that joins the layout with the number of ranks. Raises UserError."""
     sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep", "etp")}
     check_layout(world, sizes, parallel.order)
-    for axis in ("tp", "cp", "pp", "ep", "etp"):
-        if (size := getattr(parallel, axis)) not in (1, None):
+    for axis in ("cp", "pp", "ep"):
+        if (size := getattr(parallel, axis)) != 1:
             raise ConfigError(
-                f"parallel.{axis} = {size}: this release splits training over data (dp) only; "
+                f"parallel.{axis} = {size}: this release splits training over tp and dp only; "
                 f"`penteract layout` draws any layout"
             )

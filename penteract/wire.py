@@ -64,14 +64,15 @@ class Pending:
         return self._result
 
 
-def _done(x: Tensor) -> Pending:
+def done(x: Tensor) -> Pending:
+    """What nothing is awaited for."""
     return Pending((), lambda: x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Begin the sum of `x` over `axis`, into new memory."""
     if axis.size == 1:
-        return _done(x)
+        return done(x)
     return start_all_reduce_(x.detach().clone(memory_format=torch.contiguous_format), axis)
 
 
@@ -82,7 +83,7 @@ def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if op not in _REDUCE_OPS:
         raise ValueError(f"all_reduce_ has no op {op!r}: choose from {', '.join(_REDUCE_OPS)}")
     if axis.size == 1 or x.numel() == 0:
-        return _done(x)
+        return done(x)
     size_bytes = _bytes(x)
     axis.traffic.add("all_reduce", 2 * (axis.size - 1) * size_bytes // axis.size)
     target = x.detach()
@@ -100,7 +101,7 @@ def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
 def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sizes = None) -> Pending:
     """Begin joining the parts of all ranks along `dim`; sizes as in `all_gather`."""
     if axis.size == 1:
-        return _done(x)
+        return done(x)
     dim %= x.ndim
     sizes = part_sizes("all_gather", x, axis, dim, sizes)
     axis.traffic.add("all_gather", (axis.size - 1) * _bytes(x))
@@ -125,7 +126,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sizes = 
     `reduce_scatter`.
     """
     if axis.size == 1:
-        return _done(x)
+        return done(x)
     dim %= x.ndim
     x = x.detach()
     sizes = whole_sizes("reduce_scatter", x, axis, dim, sizes)
@@ -149,7 +150,7 @@ def start_all_to_all(
 ) -> Pending:
     """Begin an `all_to_all`; sizes as there."""
     if axis.size == 1:
-        return _done(x)
+        return done(x)
     sent, received = exchange_sizes(x, axis, send_sizes, receive_sizes)
     row_bytes = x[:1].numel() * x.element_size()
     axis.traffic.add("all_to_all", (sum(sent) - sent[axis.rank]) * row_bytes)
@@ -165,7 +166,7 @@ def start_shift(x: Tensor, axis: Axis, k: int = 1) -> Pending:
     """
     n, k = axis.size, k % axis.size
     if k == 0 or x.numel() == 0:
-        return _done(x)
+        return done(x)
     axis.traffic.add("shift", _bytes(x))
     sent = x.detach().contiguous()
     out = torch.empty_like(sent)

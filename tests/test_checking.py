@@ -272,7 +272,9 @@ class _Scaled(Operation):
 class _Columns(Operation):
     """The local columns of a whole x, and their sum over all ranks."""
 
-    takes, gives = (R, S(0)), I
+    @staticmethod
+    def kinds(args):
+        return args[2], (R, S(0)), I
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, axis: Axis, count: list[int]) -> Tensor:

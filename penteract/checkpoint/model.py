@@ -18,6 +18,7 @@ from penteract.families import model_spec
 from penteract.mesh import single
 from penteract.nn.model import Stage
 from penteract.parallel.parameters import declared_parameters
+from penteract.parallel.tensor import TensorParallel
 from penteract.placement import Placement
 
 # Tensors of a run that are not its weights stand under these prefixes.
@@ -38,7 +39,8 @@ def load_model(
     """The whole model saved at step directory `path`, its configuration and its saved state."""
     manifest = read_manifest(path)
     config = from_dict(manifest.config)
-    model = Stage(model_spec(config.model), single("tp"), dtype=getattr(torch, config.train.dtype))
+    alone, dtype = TensorParallel(single("tp")), getattr(torch, config.train.dtype)
+    model = Stage(model_spec(config.model), alone, dtype=dtype)
     load(path, _allocate(model, device), skip=STATE_PREFIXES)
     return model.eval(), config, manifest.state
 

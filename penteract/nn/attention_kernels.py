@@ -25,8 +25,8 @@ def attend(
     Returns the output [t, a, d] and the log-sum-exp of the scaled scores [t, a], in at least
     float32. `a` is a multiple of `g`. Source: Dao, arXiv:2307.08691.
     """
-    if q.shape[0] == 0:
-        # No token: still part of the graph, so that every rank's backward reaches every weight.
+    if q.shape[0] * q.shape[1] == 0:
+        # No token or no head: still in the graph, so that backward reaches every weight.
         nothing = q + 0 * (k.sum() + v.sum())
         return nothing, nothing.sum(-1).to(torch.promote_types(q.dtype, torch.float32))
     if len(set(lengths)) == 1:
@@ -53,6 +53,8 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     # q [n, s, a, d], k and v [n, s', g, d]; kernels want heads before rows.
+    if q.numel() == 0:  # no head
+        return q.flatten(0, 1), q.new_zeros(q.shape[0] * q.shape[1], 0)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     kernel = _flash if backend == "flash" else _plain
     out, lse = kernel(q, k, v, causal)  # [n, a, s, d], [n, a, s]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from penteract.mesh import Axis
+from penteract.parallel.recompute import Recompute
+from penteract.parallel.tensor import TensorParallel
 from penteract.placement import Init
 
 
 @dataclass(frozen=True)
 class Build:
-    """Over which axis, in which type, and with which initial values layers are built."""
+    """How layers are split, in which type, with which initial values, and what is recomputed."""
 
-    tp: Axis
+    tp: TensorParallel
     dtype: torch.dtype
     init: Init  # of embeddings and of matrices inside a block
     output_init: Init  # of matrices whose output is added to the residual stream
+    recompute: Recompute = field(default_factory=Recompute)
+    vocab_multiple: int = 1  # rows of the vocabulary on a rank are padded to a multiple of it

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penteract.collectives import Operation, P, all_reduce, declare
-from penteract.mesh import Axis
+from penteract.collectives import Operation
 from penteract.nn.build import Build
 from penteract.nn.dropout import dropout
 from penteract.nn.sequences import Noise, Sequences
-from penteract.parallel.parameters import Layer, WeightGradients, data_partial, replicated
-from penteract.placement import Box, Init, Piece, Placement, split_range
+from penteract.parallel.parameters import (
+    Boundary,
+    Layer,
+    WeightGradients,
+    data_partial,
+    replicated,
+)
+from penteract.placement import Box, Piece, Placement, split_range
 
 
 class _Lookup(Operation):
@@ -45,7 +50,7 @@ class _Lookup(Operation):
 
 
 class Embedding(Layer):
-    """tokens [t] → [t, h] I(tp): each tensor rank looks up its own rows, then they are summed."""
+    """tokens [t] → the stream: each tensor rank looks up its own rows, then they are summed."""
 
     weight: nn.Parameter
     positions: nn.Parameter | None
@@ -61,32 +66,43 @@ class Embedding(Layer):
         dropout: float,
     ) -> None:
         super().__init__()
-        axis, init, dtype = build.tp, build.init, build.dtype
-        self.name, self.axis, self.dropout = name, axis, dropout
-        self.start, self.stop = split_range(vocab, axis.size, axis.rank)
-        self.declare("weight", vocabulary_rows(f"{name}.weight", vocab, hidden, axis, init), dtype)
+        self.tp, init, dtype = build.tp, build.init, build.dtype
+        self.name, self.dropout = name, dropout
+        self.boundary = Boundary.of(name, hidden, build.tp.stream)
+        self.start, self.stop = split_range(vocab, self.tp.axis.size, self.tp.axis.rank)
+        self.declare("weight", vocabulary_rows(f"{name}.weight", vocab, hidden, build), dtype)
         if positions is not None:
-            placement = replicated(f"{name}.positions", (positions, hidden), init, decay=True)
+            shape, use = (positions, hidden), build.tp.stream_use
+            placement = replicated(f"{name}.positions", shape, init, decay=True, tp=use)
             self.declare("positions", placement, dtype)
         else:
             self.register_parameter("positions", None)
 
     def forward(self, tokens: Tensor, sequences: Sequences, noise: Noise | None) -> Tensor:
+        axis, part = self.tp.axis, sequences.part(self.tp.stream)
         mine = (tokens >= self.start) & (tokens < self.stop)
         # Another rank's tokens look up row 0, which is masked; alone, a bad token is an error.
-        index = tokens if self.axis.size == 1 else (tokens - self.start) * mine
+        index = tokens if axis.size == 1 else (tokens - self.start) * mine
         x = _Lookup.apply(index, self.weight, self.gradients)
-        if self.axis.size > 1:
+        if axis.size > 1:
             x = x * mine[:, None]
-        x = all_reduce(declare(x, self.axis, P), self.axis)  # [t, h] P(tp) -> I(tp)
+        x = self.tp.sum(x)  # [t, h] P(tp) -> the stream
         if self.positions is not None:
-            x = x + _Lookup.apply(sequences.positions, self.positions, self.gradients)
-        return dropout(x, self.dropout, name=self.name, rows=sequences.rows, noise=noise)
+            x = x + _Lookup.apply(part.positions, self.positions, self.gradients)
+        return dropout(x, self.dropout, name=self.name, rows=part.rows, noise=noise)
 
 
-def vocabulary_rows(name: str, vocab: int, hidden: int, axis: Axis, init: Init) -> Placement:
-    """Placement of this rank's rows of a [vocab, hidden] matrix."""
-    start, stop = split_range(vocab, axis.size, axis.rank)
+def vocabulary_rows(name: str, vocab: int, hidden: int, build: Build) -> Placement:
+    """Placement of this rank's rows of a [vocab, hidden] matrix, as many as `padded_rows`."""
+    start, stop = split_range(vocab, build.tp.axis.size, build.tp.axis.rank)
     piece = Piece(name, (vocab, hidden), Box((start, 0), (stop - start, hidden)), (0, 0))
-    axes = data_partial("split")
-    return Placement((stop - start, hidden), (piece,), axes, init, decay=True)
+    shape = (padded_rows(stop - start, build.vocab_multiple), hidden)
+    return Placement(shape, (piece,), data_partial("split"), build.init, decay=True)
+
+
+def padded_rows(rows: int, multiple: int) -> int:
+    """Rows stored for `rows` of the vocabulary: a multiple, and one where there is none.
+
+    What is added belongs to no piece: it stays 0, and is neither counted, saved nor converted.
+    """
+    return max(1, -(-rows // multiple)) * multiple

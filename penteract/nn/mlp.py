@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from penteract.collectives import Operation
 from penteract.nn.build import Build
-from penteract.parallel.tensor import ColumnLinear, Features, RowLinear
+from penteract.parallel.parameters import Boundary
+from penteract.parallel.tensor import ColumnLinear, Features, RowLinear, Sizes
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,20 @@ class _SwiGLU(Operation):
 
 
 class MLP(nn.Module):
-    """[t, h] → [t, h]; gate and up stand in one projection."""
+    """The stream → the stream; gate and up stand in one projection."""
 
     def __init__(self, name: str, hidden: int, spec: MLPSpec, build: Build) -> None:
         super().__init__()
         self.gated = spec.activation == "swiglu"
         tp, bias, dtype = build.tp, spec.bias, build.dtype
+        self.boundary = Boundary.of(name, hidden, tp.stream)
         names = ("gate", "up") if self.gated else ("up",)
         inner = [Features(f"{name}.{x}", spec.width) for x in names]
         down = Features(f"{name}.down", spec.width)
         self.inner = ColumnLinear(hidden, inner, tp, bias=bias, dtype=dtype, init=build.init)
         self.down = RowLinear(down, hidden, tp, bias=bias, dtype=dtype, init=build.output_init)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)  # [t, 2f/tp] or [t, f/tp]
+    def forward(self, x: Tensor, sizes: Sizes = None) -> Tensor:
+        y = self.inner(x, sizes)  # [t, 2f/tp] or [t, f/tp]
         y = _SwiGLU.apply(y) if self.gated else F.gelu(y, approximate="tanh")
         return self.down(y)

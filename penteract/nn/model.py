@@ -6,6 +6,7 @@ names stay global, so a checkpoint does not know how the model was cut.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penteract.mesh import Axis
 from penteract.nn.attention import Cache
 from penteract.nn.block import Block, BlockSpec
 from penteract.nn.build import Build
 from penteract.nn.embedding import Embedding
-from penteract.nn.loss import Head
+from penteract.nn.loss import CROSS_ENTROPY, Head, Objective
 from penteract.nn.norm import Norm, NormSpec
 from penteract.nn.sequences import MicroBatch, Noise, Sequences
+from penteract.parallel.recompute import Recompute
+from penteract.parallel.tensor import TensorParallel
 from penteract.placement import Init
 
 
@@ -45,7 +47,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Output:
-    """What a stage hands on: the stream [t, h], or scaled loss terms where it holds the head."""
+    """What a stage hands on: the stream, or scaled loss terms where it holds the head."""
 
     stream: Tensor | None
     terms: dict[str, Tensor]
@@ -55,17 +57,28 @@ class Stage(nn.Module):
     """A contiguous range of a model's layers."""
 
     def __init__(
-        self, spec: ModelSpec, tp: Axis, *, dtype: torch.dtype, names: Sequence[str] | None = None
+        self,
+        spec: ModelSpec,
+        tp: TensorParallel,
+        *,
+        dtype: torch.dtype,
+        names: Sequence[str] | None = None,
+        recompute: Sequence[str] = (),
+        vocab_multiple: int = 1,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.tp = spec, tp
+        # Each block adds two outputs to the stream, whose variance would grow with their number.
+        output_std = spec.init_std / math.sqrt(2 * max(1, len(spec.blocks)))
+        inits = Init("normal", spec.init_std), Init("normal", output_std)
+        build = Build(tp, dtype, *inits, vocab_multiple=vocab_multiple)
         self.names = tuple(spec.layer_names if names is None else names)
         start = spec.layer_names.index(self.names[0]) if self.names else 0
         assert self.names == spec.layer_names[start : start + len(self.names)], "not a slice"
         self.layers = nn.ModuleList()
         embedding: Embedding | None = None
         for name in self.names:
-            layer = _build(spec, name, tp, dtype, embedding)
+            layer = _build(spec, name, build, recompute, embedding)
             embedding = layer if isinstance(layer, Embedding) else embedding
             self.layers.append(layer)
 
@@ -76,15 +89,16 @@ class Stage(nn.Module):
         *,
         scale: Tensor,
         noise: Noise | None = None,
+        objective: Objective = CROSS_ENTROPY,
     ) -> Output:
-        """Run the stage's layers. `stream` [t, h] comes from the stage before; the first has none.
+        """Run the stage's layers. `stream` comes from the stage before; the first has none.
 
         `scale` multiplies the summed loss: 1 / the step's global number of counted tokens.
         """
         for layer in self.layers:
             if isinstance(layer, Head):
                 assert stream is not None
-                return Output(None, {"loss": layer.loss(stream, batch, scale)})
+                return Output(None, layer.loss(stream, batch, scale, objective))
             stream = _apply(layer, stream, batch.tokens, batch.sequences, noise)
         return Output(stream, {})
 
@@ -96,8 +110,10 @@ class Stage(nn.Module):
         for name, layer in zip(self.names, self.layers, strict=True):
             if isinstance(layer, Head):
                 assert stream is not None
-                if caches is not None:
-                    stream = stream.unflatten(0, (len(sequences.lengths), -1))[:, -1]  # [n, h]
+                if caches is None:
+                    return layer.logits(stream, sequences.part(self.tp.stream).sizes)
+                assert self.tp.stream.size == 1, "generation runs without sequence parallelism"
+                stream = stream.unflatten(0, (len(sequences.lengths), -1))[:, -1]  # [n, h]
                 return layer.logits(stream)
             cache = None if caches is None else caches.get(name)
             stream = _apply(layer, stream, tokens, sequences, None, cache)
@@ -109,21 +125,24 @@ class Stage(nn.Module):
 
 
 def _build(
-    spec: ModelSpec, name: str, tp: Axis, dtype: torch.dtype, embedding: Embedding | None
+    spec: ModelSpec,
+    name: str,
+    build: Build,
+    recompute: Sequence[str],
+    embedding: Embedding | None,
 ) -> nn.Module:
-    # Each block adds two outputs to the stream, whose variance would grow with their number.
-    output_std = spec.init_std / math.sqrt(2 * max(1, len(spec.blocks)))
-    build = Build(tp, dtype, Init("normal", spec.init_std), Init("normal", output_std))
     if name == "embed":
         positions, dropout = spec.positions, spec.dropout
         return Embedding(name, spec.vocab, spec.hidden, build, positions=positions, dropout=dropout)
     if name == "norm":
-        return Norm(name, spec.hidden, spec.norm, dtype=dtype)
+        return Norm(name, spec.hidden, spec.norm, build)
     if name == "head":
         assert embedding is not None or not spec.tied, "tied weights across stages"
         tied_to = embedding if spec.tied else None
         return Head(name, spec.vocab, spec.hidden, build, tied_to=tied_to)
-    return Block(name, spec.hidden, spec.blocks[int(name.removeprefix("layers."))], build)
+    number = int(name.removeprefix("layers."))
+    build = dataclasses.replace(build, recompute=Recompute.of(recompute, number))
+    return Block(name, spec.hidden, spec.blocks[number], build)
 
 
 def _apply(

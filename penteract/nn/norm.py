@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penteract.collectives import Operation
-from penteract.parallel.parameters import Layer, replicated
-from penteract.placement import AxisUse, Init
+from penteract.mesh import single
+from penteract.nn.build import Build
+from penteract.parallel.parameters import Boundary, Layer, replicated
+from penteract.parallel.tensor import Features
+from penteract.placement import Init
 
 
 @dataclass(frozen=True)
@@ -50,28 +53,33 @@ class _RMSNorm(Operation):
 
 
 class Norm(Layer):
-    """A norm over the last dim of width `size`, with weight (and bias for LayerNorm)."""
+    """A norm over the last dim of width `size`, with weight (and bias for LayerNorm).
+
+    It normalises rows of the stream, or with `heads` those features of a column layer's output.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter
 
     def __init__(
-        self,
-        name: str,
-        size: int,
-        spec: NormSpec,
-        *,
-        dtype: torch.dtype,
-        over_heads: bool = False,
+        self, name: str, size: int, spec: NormSpec, build: Build, *, heads: Features | None = None
     ) -> None:
         super().__init__()
         self.spec = spec
-        # Over heads, each tensor rank normalises its own, so its gradient is a part of the sum.
-        tp: AxisUse = "partial" if over_heads else "replicated"
-        ones = Init("ones")
-        self.declare("weight", replicated(f"{name}.weight", (size,), ones, tp=tp), dtype)
+        # Over heads each tensor rank normalises its own; over a split stream its own rows. Then its
+        # gradient is a part of the sum.
+        use = build.tp.stream_use if heads is None else "partial"
+        self.boundary = Boundary.of(name, size, build.tp.stream)
+        if heads is not None:
+            partial = (heads.name,) if heads.computed is not None else ()
+            rows = single(build.tp.axis.name)
+            self.boundary = Boundary((heads.output(build.tp.axis),), rows, partial)
+        shape = (size,)
+        weight = replicated(f"{name}.weight", shape, Init("ones"), tp=use)
+        self.declare("weight", weight, build.dtype)
         if spec.kind == "layer":
-            self.declare("bias", replicated(f"{name}.bias", (size,), Init("zeros"), tp=tp), dtype)
+            bias = replicated(f"{name}.bias", shape, Init("zeros"), tp=use)
+            self.declare("bias", bias, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.spec.kind == "layer":

@@ -11,6 +11,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penteract.mesh import Axis
+from penteract.placement import even_sizes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of the stream that one rank holds, where they are split over ranks."""
+
+    sizes: tuple[int, ...]  # rows of each rank
+    positions: Tensor  # of this rank's
+    rows: Tensor  # of this rank's
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -27,6 +39,7 @@ class Sequences:
     _tables: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _parts: dict[tuple[int, int], Rows] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -50,6 +63,16 @@ class Sequences:
             raise ValueError(f"{total} tokens in sequences, but weights of shape {weights.shape}")
         rows = torch.arange(total, device=device)
         return cls(lengths, positions, rows, weights, past)
+
+    def part(self, axis: Axis) -> Rows:
+        """This rank's rows of a stream that is split over `axis`; all where its size is 1."""
+        key = (axis.size, axis.rank)
+        if key not in self._parts:
+            sizes = tuple(even_sizes(len(self.rows), axis.size))
+            start = sum(sizes[: axis.rank])
+            mine = slice(start, start + sizes[axis.rank])
+            self._parts[key] = Rows(sizes, self.positions[mine], self.rows[mine])
+        return self._parts[key]
 
     def rotary(self, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of every row's rotary angles, [t, d/2] each, made once per micro-batch."""

@@ -19,13 +19,14 @@ def gradient_norm(buffers: Buffers, axes: Mapping[str, Axis]) -> Tensor:
     split its parameters, and counted once where they are replicated. Gaps between parameters hold
     zero.
     """
-    squares = []
+    squares: dict[tuple[str, ...], Tensor] = {}
     for buffer in buffers.buffers:
         square = torch.linalg.vector_norm(buffer.gradient).double().square()
-        for name in buffer.split_axes:
+        squares[buffer.split_axes] = squares.get(buffer.split_axes, 0) + square
+    for split_axes, square in squares.items():
+        for name in split_axes:
             all_reduce_(square, axes[name])
-        squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    return torch.stack(list(squares.values())).sum().sqrt()
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:

@@ -12,7 +12,7 @@ ready, the bucket's all-reduce starts while backward goes on.
 | what              | axis  | bytes a rank       | when                            | hidden behind |
 |-------------------|-------|--------------------|---------------------------------|---------------|
 | a gradient bucket | dp-cp | 2 (n-1)/n · bucket | last micro-batch, when complete | backward      |
-| the gradients of a kind that is partial over tp | tp | 2 (n-1)/n · them | at the end | nothing |
+| those partial over tp | tp  | 2 (n-1)/n · them | at the end, one message | nothing |
 | parameters that came with values | dp-cp | them | once, at the start | nothing |
 
 What must hold: sums, never averages (the loss carries the global count); at least float32; every
@@ -86,7 +86,7 @@ class Buffers:
 
     A step is `begin`, backward passes with `last_micro_batch` before the last of them, `finish`.
     `more_axes` are axes over which some gradients are partial too, such as those of a norm over
-    local heads over tp; these few are summed in `finish`.
+    local heads, or on rows of a split stream, over tp; these few are summed in `finish`.
     """
 
     def __init__(
@@ -190,9 +190,8 @@ class Buffers:
         for work in self._work:
             work.wait()
         self._work.clear()
-        for buffer in self.buffers:
-            for name in buffer.more_axes:
-                all_reduce_(buffer.gradient, self.more_axes[name])
+        for name, axis in self.more_axes.items():
+            _sum_together([b.gradient for b in self.buffers if name in b.more_axes], axis)
         return [slot.entry.name for slot in unused]
 
     def publish(self) -> None:
@@ -210,6 +209,18 @@ class Buffers:
         slot.gradient.copy_(gradient) if slot.fresh else slot.gradient.add_(gradient)
         slot.fresh = False
         self.ready(parameter)
+
+
+def _sum_together(flats: Sequence[Tensor], axis: Axis) -> None:
+    """Sum flat tensors over `axis` in place, those of one type in one message."""
+    for dtype in dict.fromkeys(flat.dtype for flat in flats):
+        alike = [flat for flat in flats if flat.dtype == dtype]
+        if len(alike) == 1 or axis.size == 1:
+            all_reduce_(alike[0], axis)
+            continue
+        joined = all_reduce_(torch.cat(alike), axis)
+        for flat, part in zip(alike, joined.split([len(x) for x in alike]), strict=True):
+            flat.copy_(part)
 
 
 def _allocate(entries: Sequence[Declared], device: torch.device, bucket_bytes: int) -> Buffer:
@@ -241,7 +252,7 @@ def _fill(buffer: Buffer, values: Mapping[int, Tensor], seed: int, axis: Axis) -
     """Give parameters their start values: those they had, if they had memory, else the seed's."""
     for slot in buffer.slots:
         given = values[id(slot.entry)]
-        if given.numel() == slot.master.numel():
+        if given.numel() == slot.master.numel() > 0:
             # Modules of other makers draw from a generator of their own: rank 0's values count.
             broadcast_(slot.master.copy_(given), axis)
         elif compat.has_values(slot.master):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penteract.collectives import I, Kind, R, S
+from penteract.mesh import Axis
 from penteract.placement import AxisUse, Init, Piece, Placement, whole
 from penteract.random import initialise
 
@@ -28,6 +29,25 @@ class WeightGradients(Protocol):
 
     def accumulate(self, parameter: nn.Parameter, write: Write) -> None:
         """Take the gradient of one use of `parameter`: `write(out, overwrite)` computes it."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a module's output is, its dims after the first taken together as features.
+
+    Each piece says which features of a logical vector are where among the local ones. The rows are
+    those of the micro-batch, split over the axis `rows` where it is larger than 1. The output's
+    gradient is the whole one, or for the vectors named in `partial` a part of the sum over ranks.
+    """
+
+    pieces: tuple[Piece, ...]
+    rows: Axis
+    partial: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, features: int, rows: Axis) -> Boundary:
+        """All features of one vector."""
+        return cls((Piece(name, (features,), whole((features,)), (0,)),), rows)
 
 
 class Layer(nn.Module):

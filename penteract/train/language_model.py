@@ -19,8 +19,10 @@ from penteract.data.tokenizers import Tokenizer, load_tokenizer
 from penteract.families import model_spec
 from penteract.mesh import Axis, Mesh
 from penteract.nn.flops import training_flops
+from penteract.nn.loss import CROSS_ENTROPY, Objective
 from penteract.nn.model import Stage
 from penteract.nn.sequences import MicroBatch, Noise
+from penteract.parallel.tensor import TensorParallel
 from penteract.train.batch_ramp import cursor, global_batch
 from penteract.train.task import Task
 
@@ -116,8 +118,15 @@ def synthetic_task(config: Config, mesh: Mesh, device: torch.device) -> Task:
 def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: Source) -> Task:
     """The task on the samples of `source`, without validation."""
     train, seq = config.train, config.data.seq
-    spec, dp = model_spec(config.model), mesh.axis("dp")
-    model = Stage(spec, mesh.axis("tp"), dtype=getattr(torch, train.dtype))
+    spec, dp, parallel = model_spec(config.model), mesh.axis("dp"), config.parallel
+    model = Stage(
+        spec,
+        TensorParallel(mesh.axis("tp"), parallel.sp, parallel.tp_overlap),
+        dtype=getattr(torch, train.dtype),
+        recompute=parallel.recompute,
+        vocab_multiple=parallel.vocab_multiple,
+    )
+    objective = Objective(train.label_smoothing, train.z_loss)
 
     def read(step: int) -> list[Samples]:
         first, batch = cursor(step - 1, train), global_batch(step, train)
@@ -130,7 +139,8 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: S
         return [MicroBatch.of_samples(*samples, device=device) for samples in ahead(step)]
 
     def loss(batch: MicroBatch, scale: Tensor, noise: Noise | None) -> dict[str, Tensor]:
-        terms: dict[str, Tensor] = model(batch, scale=scale, noise=noise).terms
+        aim = objective if noise is not None else CROSS_ENTROPY  # evaluation
+        terms: dict[str, Tensor] = model(batch, scale=scale, noise=noise, objective=aim).terms
         return terms
 
     return Task(

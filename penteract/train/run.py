@@ -50,7 +50,9 @@ class Run:
         device: torch.device,
         *,
         read: Callable[[Sequence[Tensor]], list[float]] = read_values,
+        on_gradients: Callable[[Run], None] = lambda run: None,
     ) -> None:
+        self.on_gradients = on_gradients  # called in an update before gradients are clipped
         self.task, self.config, self.mesh, self.device, self.read = task, config, mesh, device, read
         self.axis, seed, more = mesh.axis("dp-cp"), config.train.seed, [mesh.axis("tp")]
         self.buffers = Buffers(task.model, self.axis, seed=seed, device=device, more_axes=more)
@@ -66,15 +68,17 @@ class Run:
         step = self.step + 1
         batches = self.task.batches(step)
         loaded = time.perf_counter()
-        loss = self._gradients(step, batches)
+        losses = self._gradients(step, batches)
+        self.on_gradients(self)
         computed = time.perf_counter()
         norm = gradient_norm(self.buffers, self.mesh.axes)
         lr = learning_rate(step, self.config.optim)
-        skip = ~torch.isfinite(norm + loss)
+        skip = ~torch.isfinite(norm + sum(losses.values()))
         self.optimizer.step(lr, clip_coefficient(norm, self.config.optim.clip), skip)
-        loss_value, norm_value = self.read([loss, norm])
-        if not math.isfinite(loss_value) or not math.isfinite(norm_value):
-            raise NonFiniteError(self._explain(step, loss_value, norm_value))
+        norm_value, *values = self.read([norm, *losses.values()])
+        terms = dict(zip(losses, values, strict=True))
+        if not all(map(math.isfinite, (norm_value, *values))):
+            raise NonFiniteError(self._explain(step, terms, norm_value))
         done = time.perf_counter()
         tokens = self.task.tokens(step)
         self.step, self.tokens = step, self.tokens + tokens
@@ -85,7 +89,7 @@ class Run:
         wait_ms, compute_ms, update_ms = (round(1e3 * s, 3) for s in phases)
         return {
             "step": step,
-            "loss": loss_value,
+            **terms,
             "grad_norm": norm_value,
             "lr": lr,
             "tokens": self.tokens,
@@ -98,8 +102,8 @@ class Run:
             "update_ms": update_ms,  # norm, clipping, optimizer
         }
 
-    def _gradients(self, step: int, batches: Sequence[Any]) -> Tensor:
-        """Forward and backward of a step: gradients summed over the ranks; the loss, a scalar."""
+    def _gradients(self, step: int, batches: Sequence[Any]) -> dict[str, Tensor]:
+        """Forward and backward of a step: gradients summed over the ranks; each loss, a scalar."""
         self.task.model.train()
         count = self._total([self.task.count(batch) for batch in batches])
         scale = torch.where(count > 0, 1.0 / count, 0.0)  # nothing counted: loss and gradients 0
@@ -112,7 +116,8 @@ class Run:
         self.buffers.begin()
         terms = execute(accumulate(len(batches)), forward, self.buffers)
         self.buffers.finish()
-        return all_reduce_(terms["loss"].double(), self.axis)
+        sums = all_reduce_(torch.stack([x.double() for x in terms.values()]), self.axis)
+        return dict(zip(terms, sums.unbind(), strict=True))
 
     def _total(self, parts: Sequence[Tensor | float]) -> Tensor:
         """Sum over this rank's parts and over the data ranks, float64, a scalar."""
@@ -121,10 +126,11 @@ class Run:
             local += part
         return all_reduce_(local, self.axis)
 
-    def _explain(self, step: int, loss: float, norm: float) -> str:
+    def _explain(self, step: int, terms: dict[str, float], norm: float) -> str:
+        losses = ", ".join(f"{name} = {value}" for name, value in terms.items())
         samples = "".join(f"\n  {line}" for line in self.task.describe(step))
         return (
-            f"step {step}: loss = {loss}, gradient norm = {norm}; the update was not made. A lower "
+            f"step {step}: {losses}, gradient norm = {norm}; the update was not made. A lower "
             f"optim.lr, a longer optim.warmup or a look at the data may help. Samples:{samples}"
         )
 
@@ -212,6 +218,16 @@ class Run:
                 + "\n  ".join(wrong)
                 + "\nChoose another checkpoint.dir, or start from its weights with checkpoint.load."
             )
+
+    def weights(self) -> Iterator[tuple[Shard, Tensor]]:
+        """The weights that this rank updates, as boxes of logical tensors, in at least float32."""
+        for slot in self.buffers.slots():
+            yield from boxes("", slot.entry.placement, slot.master)
+
+    def gradients(self) -> Iterator[tuple[Shard, Tensor]]:
+        """Their gradients; complete when `on_gradients` is called, scaled by clipping after it."""
+        for slot in self.buffers.slots():
+            yield from boxes("", slot.entry.placement, slot.gradient)
 
     def _shards(self) -> Iterator[tuple[Shard, Tensor]]:
         """Everything saved, as boxes of logical tensors: weights, masters, moments."""

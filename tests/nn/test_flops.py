@@ -14,6 +14,7 @@ from penteract.nn.flops import training_flops
 from penteract.nn.model import ModelSpec, Stage
 from penteract.nn.sequences import MicroBatch, Sequences
 from penteract.parallel.parameters import materialise
+from penteract.parallel.tensor import TensorParallel
 
 
 def spec_of(**model: object) -> ModelSpec:
@@ -37,7 +38,7 @@ def test_llama3_8b() -> None:
 def test_formula_equals_what_is_counted(name: str) -> None:
     """The plain backend multiplies whole score matrices: twice the causal half of the formula."""
     spec, lengths = spec_of(**MODELS[name]), (5, 3, 1)
-    model = Stage(spec, single("tp"), dtype=torch.float32)
+    model = Stage(spec, TensorParallel(single("tp")), dtype=torch.float32)
     materialise(model, seed=0)
     for module in model.modules():
         if isinstance(module, Attention):

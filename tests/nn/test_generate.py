@@ -14,13 +14,14 @@ from penteract.nn.generate import Sampling, generate
 from penteract.nn.model import Stage
 from penteract.nn.sequences import Sequences
 from penteract.parallel.parameters import materialise
+from penteract.parallel.tensor import TensorParallel
 
 F64 = torch.float64
 
 
 def model_of(name: str) -> Stage:
     config = from_dict({"model": MODELS[name], "data": {"seq": 8}, "train": {"steps": 1}})
-    model = Stage(model_spec(resolve(config).model), single("tp"), dtype=F64)
+    model = Stage(model_spec(resolve(config).model), TensorParallel(single("tp")), dtype=F64)
     materialise(model, seed=0)
     bridge.write(bridge.parameters(model), bridge.random_weights(bridge.parameters(model)))
     return model

@@ -14,6 +14,7 @@ from penteract.nn.norm import Norm, NormSpec
 from penteract.nn.rope import apply_rotary
 from penteract.nn.sequences import Noise, Sequences
 from penteract.parallel.parameters import materialise
+from penteract.parallel.tensor import TensorParallel
 from penteract.placement import Init
 from penteract.random import keep_mask
 
@@ -25,8 +26,13 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=F64)
 
 
+def norm_of(size: int, spec: NormSpec, dtype: torch.dtype) -> Norm:
+    init = Init("zeros")
+    return Norm("n", size, spec, Build(TensorParallel(single("tp")), dtype, init, init))
+
+
 def test_our_own_derivatives_pass_a_numerical_check() -> None:
-    norm = Norm("n", 5, NormSpec("rms", 1e-2), dtype=F64)
+    norm = norm_of(5, NormSpec("rms", 1e-2), F64)
     materialise(norm, seed=0)
     cos, sin = Sequences.of((3,), past=7).rotary(6, 100.0, F64)
     checks = (
@@ -39,7 +45,7 @@ def test_our_own_derivatives_pass_a_numerical_check() -> None:
 
 
 def test_an_rms_norm_of_zeros_is_zero() -> None:
-    norm = Norm("n", 4, NormSpec("rms", 1e-5), dtype=F64)
+    norm = norm_of(4, NormSpec("rms", 1e-5), F64)
     materialise(norm, seed=0)
     x = torch.zeros(2, 4, dtype=F64, requires_grad=True)
     y = norm(x)
@@ -51,7 +57,7 @@ def test_an_rms_norm_of_zeros_is_zero() -> None:
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_norms_of_a_narrow_type_are_computed_in_float32(kind: str) -> None:
     """A mean of squares in bfloat16 would be off by more than the rounding of the result."""
-    norm = Norm("n", 512, NormSpec(kind, 1e-5), dtype=torch.bfloat16)
+    norm = norm_of(512, NormSpec(kind, 1e-5), torch.bfloat16)
     materialise(norm, seed=0)
     x = (normal(4, 512) * 3).bfloat16()
     wide = x.float()
@@ -117,7 +123,7 @@ def test_without_noise_dropout_is_the_identity() -> None:
 
 def test_an_embedding_with_too_few_positions_raises() -> None:
     init = Init("normal", 1.0)
-    build = Build(single("tp"), F64, init, init)
+    build = Build(TensorParallel(single("tp")), F64, init, init)
     embedding = Embedding("embed", 5, 4, build, positions=3, dropout=0.0)
     materialise(embedding, seed=0)
     with pytest.raises(IndexError):

@@ -18,6 +18,7 @@ from penteract.nn.model import ModelSpec, Stage
 from penteract.nn.sequences import MicroBatch, Sequences
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import materialise
+from penteract.parallel.tensor import TensorParallel
 
 F64 = torch.float64
 CASES: dict[str, tuple[tuple[int, ...], str]] = {
@@ -67,7 +68,7 @@ def scale_of(batch: MicroBatch) -> torch.Tensor:
 
 
 def new_model(spec: ModelSpec, **arguments: Any) -> tuple[Stage, plain.Weights]:
-    model = Stage(spec, single("tp"), dtype=F64, **arguments)
+    model = Stage(spec, TensorParallel(single("tp")), dtype=F64, **arguments)
     materialise(model, seed=0)
     weights = bridge.random_weights(bridge.parameters(model))
     bridge.write(bridge.parameters(model), weights)
@@ -99,7 +100,7 @@ def test_loss_logits_and_gradients_equal_the_reference(name: str, case: str) -> 
 def test_gradients_in_the_buffers_equal_the_reference(name: str, backend: str) -> None:
     """Two micro-batches add up; nothing is left on the parameters themselves."""
     spec = spec_of(name)
-    model = Stage(spec, single("tp"), dtype=F64)
+    model = Stage(spec, TensorParallel(single("tp")), dtype=F64)
     for module in model.modules():
         if isinstance(module, Attention):
             module.backend = backend
@@ -208,18 +209,18 @@ def test_stages_piped_by_hand_equal_the_whole() -> None:
 
 def test_stages_start_from_the_weights_of_the_whole() -> None:
     spec = spec_of("gpt2", tied=False)
-    whole = Stage(spec, single("tp"), dtype=F64)
+    whole = Stage(spec, TensorParallel(single("tp")), dtype=F64)
     materialise(whole, seed=3)
     wanted = bridge.logical(bridge.fragments(bridge.parameters(whole)))
     for name in spec.layer_names:
-        stage = Stage(spec, single("tp"), dtype=F64, names=[name])
+        stage = Stage(spec, TensorParallel(single("tp")), dtype=F64, names=[name])
         materialise(stage, seed=3)
         for tensor, values in bridge.logical(bridge.fragments(bridge.parameters(stage))).items():
             assert torch.equal(values, wanted[tensor])
 
 
 def test_a_stage_without_layers_passes_the_stream_through() -> None:
-    stage = Stage(spec_of("llama"), single("tp"), dtype=F64, names=())
+    stage = Stage(spec_of("llama"), TensorParallel(single("tp")), dtype=F64, names=())
     stream = torch.randn(3, 12, dtype=F64)
     batch = bridge.micro_batch(documents((3,), "ones", 13))
     assert stage(batch, stream, scale=scale_of(batch)).stream is stream
@@ -227,14 +228,16 @@ def test_a_stage_without_layers_passes_the_stream_through() -> None:
 
 def test_names_must_be_a_slice_of_the_layers() -> None:
     with pytest.raises(AssertionError, match="not a slice"):
-        Stage(spec_of("llama"), single("tp"), dtype=F64, names=("embed", "layers.1"))
+        Stage(
+            spec_of("llama"), TensorParallel(single("tp")), dtype=F64, names=("embed", "layers.1")
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_is_near_the_reference(name: str) -> None:
     spec = spec_of(name)
     wide, weights = new_model(spec)
-    model = Stage(spec, single("tp"), dtype=torch.bfloat16)
+    model = Stage(spec, TensorParallel(single("tp")), dtype=torch.bfloat16)
     materialise(model, seed=0)
     bridge.write(bridge.parameters(model), weights)
     batch = bridge.micro_batch(documents((5, 1, 3), "ones", spec.vocab))

@@ -16,6 +16,7 @@ from penteract.mesh import single
 from penteract.nn.model import Stage
 from penteract.optim.adamw import AdamW
 from penteract.parallel.buffers import Buffers
+from penteract.parallel.tensor import TensorParallel
 
 GO = torch.zeros(())
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, weight_decay=0.1, betas=(0.9, 0.95))
@@ -25,7 +26,7 @@ def setting(
     name: str, dtype: torch.dtype, optim: OptimConfig = OPTIM
 ) -> tuple[Buffers, AdamW, plain.Weights]:
     config = from_dict({"model": MODELS[name], "data": {"seq": 8}, "train": {"steps": 1}})
-    model = Stage(model_spec(resolve(config).model), single("tp"), dtype=dtype)
+    model = Stage(model_spec(resolve(config).model), TensorParallel(single("tp")), dtype=dtype)
     buffers = Buffers(model, single("dp-cp"), seed=0, more_axes=[single("tp")])
     optimizer = AdamW(buffers, optim)
     weights = bridge.random_weights(bridge.masters(buffers))
@@ -91,7 +92,7 @@ def test_only_matrices_and_embeddings_decay(family: str, tied: bool) -> None:
     model: dict[str, Any] = {**MODELS["llama"], "family": family, "layers": 1, "tied": tied}
     model |= {"bias": True, "qk_norm": True}
     config = resolve(from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}}))
-    stage = Stage(model_spec(config.model), single("tp"), dtype=torch.float32)
+    stage = Stage(model_spec(config.model), TensorParallel(single("tp")), dtype=torch.float32)
     buffers = Buffers(stage, single("dp-cp"), seed=0, more_axes=[single("tp")])
     matrices = ["attention.q", "attention.k", "attention.v", "attention.o", "mlp.up", "mlp.down"]
     matrices += ["mlp.gate"] if family == "llama" else []

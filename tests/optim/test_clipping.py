@@ -12,6 +12,7 @@ from penteract.mesh import single
 from penteract.nn.model import Stage
 from penteract.optim.norm import clip_coefficient, gradient_norm
 from penteract.parallel.buffers import Buffers
+from penteract.parallel.tensor import TensorParallel
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,9 @@ def test_clip_coefficient(norm: float, limit: float, wanted: float) -> None:
 def test_the_norm_is_that_of_all_logical_gradients(name: str) -> None:
     """A tied weight is one parameter: its gradient counts once."""
     config = from_dict({"model": MODELS[name], "data": {"seq": 8}, "train": {"steps": 1}})
-    model = Stage(model_spec(resolve(config).model), single("tp"), dtype=torch.float64)
+    model = Stage(
+        model_spec(resolve(config).model), TensorParallel(single("tp")), dtype=torch.float64
+    )
     buffers = Buffers(model, single("dp-cp"), seed=0, more_axes=[single("tp")])
     gradients = bridge.random_weights(bridge.masters(buffers))
     bridge.write(bridge.buffer_gradients(buffers), gradients)

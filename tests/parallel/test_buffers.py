@@ -11,7 +11,7 @@ from penteract.mesh import Axis, single
 from penteract.parallel import buffers as buffers_module
 from penteract.parallel.buffers import ALIGNMENT, Buffers
 from penteract.parallel.parameters import Layer
-from penteract.parallel.tensor import ColumnLinear, Features, replicated
+from penteract.parallel.tensor import ColumnLinear, Features, TensorParallel, replicated
 from penteract.placement import Init
 from penteract.testing import run_ranks, world_axis
 
@@ -43,6 +43,9 @@ class Chain(nn.Module):
         return x.sum()
 
 
+ALONE = TensorParallel(single("tp"))
+
+
 class Linears(nn.Module):
     """Two linear layers, whose weight gradients are closures and whose biases' autograd's."""
 
@@ -50,7 +53,7 @@ class Linears(nn.Module):
         super().__init__()
         for name in "ab":
             layer = ColumnLinear(
-                6, [Features(name, 6)], single("tp"), bias=True, dtype=F64, init=Init("normal", 1.0)
+                6, [Features(name, 6)], ALONE, bias=True, dtype=F64, init=Init("normal", 1.0)
             )
             self.add_module(name, layer)
 

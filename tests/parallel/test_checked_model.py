@@ -20,14 +20,14 @@ from penteract.config import resolve
 from penteract.config_file import from_dict
 from penteract.families import model_spec
 from penteract.mesh import Axis, single
-from penteract.nn import embedding, loss
+from penteract.nn import loss
 from penteract.nn.attention import Attention
 from penteract.nn.model import Stage
 from penteract.nn.norm import Norm
 from penteract.nn.sequences import MicroBatch, Noise
 from penteract.parallel import tensor
 from penteract.parallel.parameters import declared_parameters, materialise, parameter_kinds
-from penteract.parallel.tensor import RowLinear, linear
+from penteract.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, linear
 from penteract.testing import run_ranks, world_axis
 
 DUAL = {"S": S(), "R": P, "I": I}
@@ -41,7 +41,7 @@ DOCUMENTS = [
 def build(name: str, axis: Axis, backend: str = "flash") -> Stage:
     model = {**MODELS[name], "heads": 4, "kv_heads": 2, "dropout": 0.1}  # for two tensor ranks
     config = from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}})
-    stage = Stage(model_spec(resolve(config).model), axis, dtype=torch.float64)
+    stage = Stage(model_spec(resolve(config).model), TensorParallel(axis), dtype=torch.float64)
     materialise(stage, seed=0)
     for module in stage.modules():
         if isinstance(module, Attention):
@@ -137,24 +137,35 @@ def instead(owner: Any, name: str, value: Any) -> Change:
 
 
 def row_bias_inside(self: RowLinear, x: Tensor) -> Tensor:
-    y = linear(x, self.weight, self.bias, self.gradients)
-    return c.all_reduce(declare(y, self.axis, P), self.axis)
+    return self.tp.sum(linear(x, self.weight, self.bias, self.gradients))
 
 
 def row_bias_before(self: RowLinear, x: Tensor) -> Tensor:
-    y = declare(linear(x, self.weight, None, self.gradients), self.axis, P)
-    return c.all_reduce(y if self.bias is None else y + self.bias, self.axis)
+    y = declare(linear(x, self.weight, None, self.gradients), self.tp.axis, P)
+    return c.all_reduce(y if self.bias is None else y + self.bias, self.tp.axis)
+
+
+def row_not_reduced(self: RowLinear, x: Tensor) -> Tensor:
+    return declare(linear(x, self.weight, None, self.gradients), self.tp.axis, P)
 
 
 def twice(x: Tensor, axis: Axis) -> Tensor:
     return c.all_reduce(c.all_reduce(x, axis), axis)
 
 
-def loss_of_gathered(self: loss.Head, x: Tensor, batch: MicroBatch, scale: Tensor) -> Tensor:
+def product_without_tp(self: ColumnLinear, x: Tensor, sizes: Any = None) -> Tensor:
+    return linear(x, self.weight, self.bias, self.gradients)
+
+
+def loss_of_gathered(self: loss.Head, x: Tensor, *rest: Any) -> dict[str, Tensor]:
     """Every rank makes the logits of the whole vocabulary, which the loss would sum up again."""
-    whole = c.all_gather(self.weight, self.axis, sizes=self.sizes)
-    x = c.replicate(x, self.axis)
-    return loss._HeadLoss.apply(x, whole, self.axis, self, batch, scale)
+    whole = c.all_gather(self.weight, self.tp.axis, sizes=self.sizes)
+    return {"loss": loss._HeadLoss.apply(x, whole, self, *rest)[0]}
+
+
+def loss_of_replicated(self: loss.Head, x: Tensor, *rest: Any) -> dict[str, Tensor]:
+    x = c.replicate(x, self.tp.axis)
+    return {"loss": loss._HeadLoss.apply(x, self.weight, self, *rest)[0]}
 
 
 def never(*_: Any) -> Tensor:
@@ -164,8 +175,8 @@ def never(*_: Any) -> Tensor:
 def norms_over_heads_replicated(patch: pytest.MonkeyPatch) -> None:
     original = Norm.__init__
 
-    def without_heads(self: Norm, *args: Any, over_heads: bool = False, **rest: Any) -> None:
-        original(self, *args, **rest)
+    def without_heads(self: Norm, *args: Any, heads: Any = None) -> None:
+        original(self, *args)
 
     patch.setattr(Norm, "__init__", without_heads)
 
@@ -191,7 +202,7 @@ def same(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 MISTAKES: dict[str, tuple[str, Change, str]] = {
     "no replicate before a column layer": (
-        "llama", instead(tensor, "replicate", same),
+        "llama", instead(ColumnLinear, "forward", product_without_tp),
         r"Linear over 'tp' mixes I \[6, 12\] with S 'layers\.0\.attention\.q\.weight.*replicate",
     ),
     "bias of a row layer inside its product": (
@@ -207,20 +218,20 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         r"all_reduce over 'tp' takes P and gives I, but found I \[6, 12\].*leave the call out",
     ),
     "a row layer not reduced": (
-        "llama", instead(tensor, "all_reduce", same),
+        "llama", instead(RowLinear, "forward", row_not_reduced),
         r"add over 'tp' adds I \[6, 12\] to the partial sum P",
     ),
     "an embedding not reduced": (
-        "gpt2", instead(embedding, "all_reduce", same),
+        "gpt2", instead(tensor, "all_reduce", same),
         r"add over 'tp' adds I \[6, 12\] to the partial sum P",
     ),
     "gathered logits in the loss": (
         "llama", gathered_logits,
-        r"HeadLoss over 'tp' takes R and S\(0\) and gives I, but found R \[13, 12\] for the S\(0\)",
+        r"HeadLoss over 'tp' takes I and S\(0\) and gives I, but found R \[13, 12\] for the S\(0\)",
     ),
-    "no replicate before the loss": (
-        "llama", instead(loss, "replicate", same),
-        r"HeadLoss over 'tp' takes R and S\(0\) and gives I, but found I \[6, 12\] for the R.*repl",
+    "a stream that is replicated before the loss": (
+        "llama", instead(loss.Head, "loss", loss_of_replicated),
+        r"HeadLoss over 'tp' takes I and S\(0\) and gives I, but found R \[6, 12\] for the I",
     ),
     "norms over heads declared replicated": (
         "llama", norms_over_heads_replicated,

@@ -1,0 +1,51 @@
+"""Activation recomputation: parts of a block keep their inputs only and run again in backward.
+
+A part is a function of tensors. Its forward keeps what it was given; when backward first needs an
+activation from inside, the part runs once more, as far as the last activation that is needed. The
+collectives inside run again too, in the order of the forward, on every rank alike: which parts are
+recomputed is a function of the configuration and of a layer's number alone. A reduction that ends
+a part is not repeated unless dropout follows it, since nothing inside needs its result.
+
+| part      | kept of a block, [t, …] elements a token          | computed again                 |
+|-----------|---------------------------------------------------|--------------------------------|
+| layer     | the stream, h                                     | all but the last reduction     |
+| attention | as without, but for the branch its input, h       | norm, projections, attention   |
+| mlp       | as without, but for the branch its input, h       | norm, the first projection     |
+| core      | the projections q|k|v and the output              | qk-norms, rotations, attention |
+
+`layer/N` is `layer` in every N-th block, from the first on. Dropout masks are functions of the step
+and the place (`random`), so they come out the same without any state. Sources: Chen et al.,
+arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198, section 5, for `core`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """The parts of one block that are recomputed."""
+
+    parts: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, kinds: Sequence[str], layer: int) -> Recompute:
+        """What `parallel.recompute` asks of block number `layer`, from 0."""
+        parts = set()
+        for kind in kinds:
+            part, _, every = kind.partition("/")
+            if layer % int(every or 1) == 0:
+                parts.add(part)
+        return cls(frozenset(parts))
+
+    def __call__(self, part: str, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(*args), whose activations are recomputed if `part` is."""
+        if part not in self.parts or not torch.is_grad_enabled():
+            return fn(*args)
+        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
