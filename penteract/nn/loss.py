@@ -4,9 +4,9 @@ The logits [t, v/tp] are never gathered. Two messages of [t] numbers each, in at
 take their place: their maximum; then, side by side, the sum of their exponentials, the label's
 logit, and, with label smoothing, their sum. With ε the smoothing and Z = log Σ_j exp z_j:
 
-    loss   = scale · Σ_i w_i (Z_i − (1−ε) z_i,label − ε/v Σ_j z_ij)
-    z_loss = scale · Σ_i w_i ζ Z_i²
-    dz_ij  = scale · w_i ((1 + 2ζ Z_i) softmax(z_i)_j − (1−ε) [j = label] − ε/v)
+    l_i = Z_i − (1−ε) z_i,label − ε/v Σ_j z_ij       loss = scale · Σ_i w_i l_i
+                                                   z_loss = scale · Σ_i w_i ζ Z_i²
+    dz_ij = (dl_i + dZ_i) softmax(z_i)_j − dl_i ((1−ε) [j = label] + ε/v)
 
 v is the real vocabulary: columns that only pad a rank's part are −∞, so they have no share in any
 of these. The sums over tokens are multiplied by scale = 1 / (global number of counted tokens) in
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from penteract.collectives import I, Kinds, Operation, S, all_reduce_, gather
 from penteract.nn.build import Build
-from penteract.nn.embedding import Embedding, vocabulary_rows
+from penteract.nn.embedding import Embedding, padded_rows, vocabulary_rows
 from penteract.nn.sequences import MicroBatch
 from penteract.parallel.parameters import Layer
 from penteract.parallel.tensor import input_gradient, linear, write_product
@@ -66,7 +66,10 @@ class _Labels:
 
 
 class _HeadLoss(Operation):
-    """Head product and losses in one: the logits are overwritten by their gradient."""
+    """Head product, and each token's loss and log-sum-exp, [t] both, from its logits.
+
+    In backward the logits are overwritten by their gradient.
+    """
 
     @staticmethod
     def kinds(args: Sequence[Any]) -> Kinds | None:
@@ -79,41 +82,39 @@ class _HeadLoss(Operation):
         x: Tensor,
         weight: Tensor,
         head: Head,
-        batch: MicroBatch,
-        scale: Tensor,
-        objective: Objective,
-    ) -> Tensor:
-        tp, sizes = head.tp, batch.sequences.part(head.tp.stream).sizes
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(tp.start_gather(x, sizes).wait(), weight)  # [t, v'/tp]
+        labels: Tensor,
+        sizes: Sequence[int],
+        smoothing: float,
+    ) -> tuple[Tensor, Tensor]:
+        head.check_rows(weight)
+        logits = F.linear(head.tp.start_gather(x, sizes).wait(), weight)  # [t, v'/tp]
         logits[:, head.columns :] = float("-inf")
-        labels = _Labels.of(batch.labels, head.start, head.columns)
-        top = all_reduce_(logits.amax(-1).to(wide), tp.axis, "max")  # [t]
-        sums = _sums(logits, top, labels, head.columns if objective.label_smoothing else 0)
-        total, target, every = all_reduce_(sums, tp.axis)  # [t] each, relative to top
+        wide = torch.promote_types(x.dtype, torch.float32)
+        top = all_reduce_(logits.amax(-1).to(wide), head.tp.axis, "max")  # [t]
+        places = _Labels.of(labels, head.start, head.columns)
+        sums = _sums(logits, top, places, head.columns if smoothing else 0)
+        total, target, every = all_reduce_(sums, head.tp.axis)  # [t] each, relative to top
         log_total = total.log()
         lse = top + log_total
-        smoothing = objective.label_smoothing
-        losses = log_total - (1 - smoothing) * target - smoothing / head.vocab * every
-        factor = batch.sequences.weights.to(wide) * scale  # [t]
-        ctx.save_for_backward(x, weight, logits, lse, factor)
-        ctx.parameter, ctx.head, ctx.labels = weight, head, labels
-        ctx.sizes, ctx.objective = sizes, objective
-        z_loss = objective.z_loss * torch.dot(factor, lse.square())
-        return torch.stack([torch.dot(factor, losses), z_loss])
+        ctx.save_for_backward(x, weight, logits, lse)
+        ctx.parameter, ctx.head, ctx.sizes = weight, head, sizes
+        ctx.labels, ctx.smoothing = places, smoothing
+        return log_total - (1 - smoothing) * target - smoothing / head.vocab * every, lse
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, logits, lse, factor = ctx.saved_tensors
-        _to_gradient(ctx, logits, lse, factor * gradient[0], factor * gradient[1])
-        gradients = ctx.head.gradients
+    def backward(ctx: Any, d_losses: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, logits, lse = ctx.saved_tensors
+        _to_gradient(ctx, logits, lse, d_losses, d_lse)
         dx, rows = input_gradient(logits, weight, x, ctx.head.tp, ctx.sizes)
-        if gradients is None:
-            return dx.wait(), logits.t() @ rows, None, None, None, None
-        gradients.accumulate(
-            ctx.parameter, lambda out, overwrite: write_product(logits.t(), rows, out, overwrite)
-        )
-        return dx.wait(), None, None, None, None, None
+        dw = None
+        if ctx.head.gradients is None:
+            dw = logits.t() @ rows
+        else:
+            ctx.head.gradients.accumulate(
+                ctx.parameter,
+                lambda out, overwrite: write_product(logits.t(), rows, out, overwrite),
+            )
+        return dx.wait(), dw, None, None, None, None
 
 
 def _sums(logits: Tensor, top: Tensor, labels: _Labels, summed: int) -> Tensor:
@@ -128,18 +129,16 @@ def _sums(logits: Tensor, top: Tensor, labels: _Labels, summed: int) -> Tensor:
     return sums
 
 
-def _to_gradient(ctx: Any, logits: Tensor, lse: Tensor, factor: Tensor, z_factor: Tensor) -> None:
+def _to_gradient(ctx: Any, logits: Tensor, lse: Tensor, d_losses: Tensor, d_lse: Tensor) -> None:
     """Overwrite the logits [t, v'/tp] by their gradients."""
-    labels, head, objective = ctx.labels, ctx.head, ctx.objective
-    slope = factor + 2 * objective.z_loss * lse * z_factor  # of Z, [t]
-    smoothing = objective.label_smoothing
+    labels, head, smoothing = ctx.labels, ctx.head, ctx.smoothing
     for block in _blocks(logits):
         dz = logits[block].to(lse.dtype)  # the logits' own memory unless they are narrower
-        dz.sub_(lse[block, None]).exp_().mul_(slope[block, None])  # slope · softmax
-        rows = labels.rows[: len(dz)]
-        dz[rows, labels.columns[block]] -= (1 - smoothing) * factor[block] * labels.mine[block]
+        dz.sub_(lse[block, None]).exp_().mul_((d_losses + d_lse)[block, None])
+        at_label = (1 - smoothing) * d_losses[block] * labels.mine[block]
+        dz[labels.rows[: len(dz)], labels.columns[block]] -= at_label
         if smoothing:
-            dz[:, : head.columns] -= (smoothing / head.vocab) * factor[block, None]
+            dz[:, : head.columns] -= (smoothing / head.vocab) * d_losses[block, None]
         if dz.dtype != logits.dtype:
             logits[block] = dz
 
@@ -165,11 +164,20 @@ class Head(Layer):
         self.sizes = even_sizes(vocab, build.tp.axis.size)  # rows of each rank, without padding
         self.start = sum(self.sizes[: build.tp.axis.rank])
         self.columns = self.sizes[build.tp.axis.rank]
+        self.rows = padded_rows(self.columns, build.vocab_multiple)  # of the stored weight
         if tied_to is not None:
             self.share("weight", tied_to, "weight")
         else:
             placement = vocabulary_rows(f"{name}.weight", vocab, hidden, build)
             self.declare("weight", placement, build.dtype)
+
+    def check_rows(self, weight: Tensor) -> None:
+        """Refuse a weight that is not this rank's part, such as a gathered one."""
+        if len(weight) != self.rows:
+            raise ValueError(
+                f"the loss over {self.tp.axis.name!r} takes this rank's {self.rows} rows of the "
+                f"head's {self.vocab}, not {len(weight)}: it sums over the other ranks' itself"
+            )
 
     def loss(
         self,
@@ -179,9 +187,22 @@ class Head(Layer):
         objective: Objective = CROSS_ENTROPY,
     ) -> dict[str, Tensor]:
         """Scaled sums of the losses of the micro-batch's labels, scalars, I(tp)."""
-        losses = _HeadLoss.apply(x, self.weight, self, batch, scale, objective)
-        terms = {"loss": losses[0]}
-        return {**terms, "z_loss": losses[1]} if objective.z_loss else terms
+        sizes = batch.sequences.part(self.tp.stream).sizes
+        losses, lse = _HeadLoss.apply(
+            x, self.weight, self, batch.labels, sizes, objective.label_smoothing
+        )
+        factor = batch.sequences.weights.to(lse.dtype) * scale  # [t]
+        terms = {"loss": torch.dot(factor, losses)}
+        if objective.z_loss:
+            terms["z_loss"] = objective.z_loss * torch.dot(factor, lse.square())
+        return terms
+
+    def log_probabilities(
+        self, x: Tensor, labels: Tensor, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """The stream and labels [t] → log p(label) [t], I(tp)."""
+        losses, _ = _HeadLoss.apply(x, self.weight, self, labels, sizes, 0.0)
+        return -losses
 
     def logits(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """The stream → [t, v], whole on every rank."""
