@@ -12,9 +12,11 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from penteract import options
 from penteract.errors import UserError
 from penteract.launch import die_with_parent, environment, report_failure, start_local
 
@@ -25,18 +27,16 @@ FILE_ERRORS = (
     FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError,
 )  # fmt: skip
 
-Command = Callable[[argparse.Namespace], int]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     die_with_parent()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
+    parser = options.parser(RUNS)
     arguments, rest = parser.parse_known_args(argv)
     arguments.argv, arguments.rest = argv, rest
-    if rest and arguments.command not in (train, data_show):
+    if rest and arguments.command not in (train, verify, data_show):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(arguments.command(arguments))
@@ -157,6 +157,28 @@ def _without_nproc(argv: Sequence[str]) -> list[str]:
     return kept
 
 
+def verify(arguments: argparse.Namespace) -> int:
+    """Check that layouts train to the same numbers as one process."""
+    from dataclasses import replace
+
+    from penteract.verify.command import Options, verify_config, verify_random
+
+    common = Options(arguments.dtype or "float64", arguments.steps or 2, arguments.json)
+    if arguments.fuzz is not None:
+        if arguments.rest or arguments.layout or arguments.shrink:
+            raise UserError("--fuzz draws models and layouts itself: no CONFIG.toml beside it")
+        return verify_random(arguments.fuzz, arguments.seed, arguments.max_world, common)
+    config = _load(arguments)
+    if not arguments.layout:
+        raise UserError('verify needs at least one layout, such as --layout "tp=2,dp=2"')
+    given = {word.split("=")[0] for word in arguments.rest}  # --train.dtype does what --dtype does
+    if arguments.dtype is None and "--train.dtype" in given:
+        common = replace(common, dtype=config.train.dtype)
+    if arguments.steps is None and "--train.steps" in given:
+        common = replace(common, steps=config.train.steps or 2)
+    return verify_config(config, arguments.layout, common, small=arguments.shrink)
+
+
 def layout(arguments: argparse.Namespace) -> int:
     """Show which rank is where."""
     from penteract.grid import Grid, layout_json
@@ -273,122 +295,16 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# --- options ---
-
-WITH_CONFIG = "%(prog)s CONFIG.toml [options] [--section.key VALUE ...]"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="penteract",
-        description="Train Transformer language models split over any number of devices.",
-        epilog="`penteract COMMAND --help` shows each command's options and an example.",
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_train(commands)
-    _add_layout(commands)
-    _add_data(commands)
-    _add_checkpoint(commands)
-    _add_generate(commands)
-    return parser
-
-
-def _command(
-    commands: Any, name: str, run: Command, example: str, **options: Any
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=run.__doc__,
-        description=run.__doc__,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        **options,
-    )
-    parser.set_defaults(command=run, parser=parser)
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _add_train(commands: Any) -> None:
-    example = "penteract train configs/demo.toml --nproc 2 --train.steps 100"
-    p = _command(commands, "train", train, example, add_help=False, usage=WITH_CONFIG)
-    p.add_argument("-h", "--help", action="store_true", help="show this, and every key")
-    p.add_argument("--nproc", type=_positive, metavar="N", help="start N local ranks")
-    p.add_argument("--print-config", action="store_true", help="print the resolved TOML and stop")
-    p.add_argument(
-        "--dry-run", action="store_true", help="one step on shapes alone, as any rank of any world"
-    )
-    p.add_argument("--world", type=_positive, metavar="N", help="world of a dry run")
-    p.add_argument("--rank", type=int, metavar="R", help="rank of a dry run")
-
-
-def _add_layout(commands: Any) -> None:
-    example = "penteract layout --world 32 --tp 8 --pp 2 --etp 2 --ep 4"
-    p = _command(commands, "layout", layout, example)
-    p.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
-    for name in ("tp", "cp", "pp", "ep"):
-        p.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"size of {name}")
-    p.add_argument("--etp", type=int, metavar="N", help="size of etp (default: that of tp)")
-    p.add_argument(
-        "--order", default="tp-cp-ep-dp-pp", help="axes, fastest-varying first (%(default)s)"
-    )
-    p.add_argument(
-        "--gpus-per-node", type=_positive, default=8, metavar="N", help="for the picture (8)"
-    )
-    p.add_argument("--json", action="store_true", help="print the groups as JSON")
-
-
-def _add_data(commands: Any) -> None:
-    about = "Make, describe and look into token files."
-    group = commands.add_parser("data", help=about, description=about, allow_abbrev=False)
-    data = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    example = "penteract data build --source stdlib --tokenizer bytes --output data/stdlib"
-    p = _command(data, "build", data_build, example)
-    text = p.add_mutually_exclusive_group(required=True)
-    text.add_argument(
-        "--input", nargs="+", default=[], metavar="FILE", help=".txt and .jsonl files, or folders"
-    )
-    text.add_argument("--source", choices=["stdlib"], help="this Python's own library sources")
-    p.add_argument("--tokenizer", default="bytes", help="bytes, or a tokenizer.json (bytes)")
-    p.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and .idx")
-    p.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes (1)")
-    p.add_argument("--eod", metavar="TOKEN", help="the token that ends a document")
-    p.add_argument("--key", default="text", help="the text's key in .jsonl (text)")
-    p.add_argument("--limit", type=_positive, metavar="BYTES", help="stop after so much text")
-    p = _command(data, "inspect", data_inspect, "penteract data inspect data/stdlib")
-    p.add_argument("prefix", metavar="PREFIX", help="a token file without .bin/.idx")
-    p.add_argument("--tokenizer", help="to show the first tokens as text")
-    p.add_argument("--eod", metavar="TOKEN", help="the tokenizer's token that ends a document")
-    example = "penteract data show configs/demo.toml --step 1000"
-    p = _command(data, "show", data_show, example, usage=WITH_CONFIG)
-    p.add_argument("--step", type=_positive, required=True, metavar="N", help="from 1")
-
-
-def _add_checkpoint(commands: Any) -> None:
-    about = "Look into checkpoints."
-    group = commands.add_parser("checkpoint", help=about, description=about, allow_abbrev=False)
-    checkpoint = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, run in (("inspect", checkpoint_inspect), ("verify", checkpoint_verify)):
-        p = _command(checkpoint, name, run, f"penteract checkpoint {name} runs/default/checkpoints")
-        p.add_argument("checkpoint", metavar="CHECKPOINT", help="a step, or the folder of steps")
-
-
-def _add_generate(commands: Any) -> None:
-    example = 'penteract generate runs/default/checkpoints --prompt "def main("'
-    p = _command(commands, "generate", generate, example)
-    p.add_argument("checkpoint", metavar="CHECKPOINT", help="a step, or the folder of steps")
-    p.add_argument("--prompt", default="", help="text to go on from")
-    p.add_argument("--max-tokens", type=_positive, default=256, metavar="N", help="at most (256)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
-    p.add_argument("--top-k", type=_positive, metavar="K", help="draw from the K likeliest tokens")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="smallest set reaching P")
-    p.add_argument("--seed", type=int, default=0, help="of the draws (0)")
-    p.add_argument("--ignore-end", action="store_true", help="go on after the end of a document")
-    p.add_argument("--tokenizer", help="where the run's tokenizer.json is now")
+RUNS: Mapping[str, options.Command] = MappingProxyType(
+    {
+        "train": train,
+        "verify": verify,
+        "layout": layout,
+        "data build": data_build,
+        "data inspect": data_inspect,
+        "data show": data_show,
+        "checkpoint inspect": checkpoint_inspect,
+        "checkpoint verify": checkpoint_verify,
+        "generate": generate,
+    }
+)

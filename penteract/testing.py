@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penteract import shared_memory
 from penteract.mesh import Axis
 
 _FIRST_FAILURE_WAIT_S = 0.3  # how long to collect failures before naming the first
@@ -33,9 +34,16 @@ def world_axis(name: str = "world") -> Axis:
     return Axis(name, n, dist.get_rank(), tuple(range(n)), dist.group.WORLD)
 
 
-def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Run `fn(*args)` on `n` forked ranks joined by gloo and return their values in rank order.
+def run_ranks(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    backend: str = shared_memory.NAME,
+) -> list[Any]:
+    """Run `fn(*args)` on `n` forked ranks and return their values in rank order.
 
+    The ranks are joined over shared memory, or by a `backend` of torch's own such as "gloo".
     Raises RuntimeError with the first failing rank's traceback (a rank that dies without one is
     named with its signal or exit code), or TimeoutError after `timeout_s` seconds with the stacks
     of the ranks that have not answered. No rank is left in any case.
@@ -45,7 +53,8 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout_s: float = 120
         f"torch has {threads} threads and forking is safe with 1: set OMP_NUM_THREADS=1"
     )
     deadline = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory() as folder, _ranks(fn, n, args, folder, timeout_s) as ranks:
+    all_ranks = (n, backend, timeout_s)
+    with tempfile.TemporaryDirectory() as folder, _ranks(fn, args, all_ranks, folder) as ranks:
         results: dict[int, Any] = {}
         while len(results) < n:
             waiting = [rank for rank in ranks if rank.number not in results]
@@ -79,22 +88,19 @@ class _Answer:
 
 @contextmanager
 def _ranks(
-    fn: Callable[..., Any], n: int, args: tuple[Any, ...], folder: str, timeout_s: float
+    fn: Callable[..., Any], args: tuple[Any, ...], all_ranks: tuple[int, str, float], folder: str
 ) -> Iterator[list[_Rank]]:
-    """Fork `n` ranks; end and reap them all on the way out."""
+    """Fork the ranks; end and reap them all on the way out."""
     context = multiprocessing.get_context("fork")
     ranks: list[_Rank] = []
     try:
-        for number in range(n):
+        for number in range(all_ranks[0]):
             ours, theirs = context.Pipe()
-            stacks = Path(folder, f"stacks{number}")
-            place = (number, n, os.path.join(folder, "store"), stacks, timeout_s)
-            process = context.Process(
-                target=_rank_main, args=(fn, args, place, theirs), daemon=False
-            )
+            own = (fn, args, all_ranks, folder, number, theirs)
+            process = context.Process(target=_rank_main, args=own, daemon=False)
             process.start()
             theirs.close()
-            ranks.append(_Rank(number, process, ours, stacks))
+            ranks.append(_Rank(number, process, ours, _stack_file(folder, number)))
         yield ranks
     except BaseException:
         for rank in ranks:
@@ -110,22 +116,28 @@ def _ranks(
 
 
 def _rank_main(
-    fn: Callable[..., Any], args: tuple[Any, ...], place: tuple[Any, ...], pipe: Connection
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    all_ranks: tuple[int, str, float],
+    folder: str,
+    number: int,
+    pipe: Connection,
 ) -> None:
     """A rank's whole life; it never returns into the parent's code."""
-    number, n, store, stacks, timeout_s = place
+    n, backend, timeout_s = all_ranks
     try:
-        with open(stacks, "w") as stack_file:
+        with open(_stack_file(folder, number), "w") as stack_file:
             faulthandler.enable(stack_file)  # SIGABRT writes where the rank stands
             if n > 1:
                 timeout = timedelta(seconds=timeout_s)
-                meeting = dist.FileStore(store, n)  # type: ignore[attr-defined]
+                meeting = dist.FileStore(os.path.join(folder, "store"), n)  # type: ignore[attr-defined]
+                shared_memory.register()
                 dist.init_process_group(
-                    "gloo", store=meeting, rank=number, world_size=n, timeout=timeout
+                    backend, store=meeting, rank=number, world_size=n, timeout=timeout
                 )
             pipe.send((True, fn(*args), 0.0))
-            # Stay until all have answered: a peer may still be connecting to this rank, and a
-            # tensor travels as shared memory that its sender must keep until it is received.
+            # Stay until all have answered: over gloo a peer may still be connecting to this rank,
+            # and an answer's tensors lie in memory that their sender must keep until then.
             pipe.poll(timeout_s)
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -133,6 +145,10 @@ def _rank_main(
         pipe.send((False, traceback.format_exc(), time.monotonic()))
     finally:
         os._exit(0)
+
+
+def _stack_file(folder: str, number: int) -> Path:
+    return Path(folder, f"stacks{number}")
 
 
 def _answers(ranks: list[_Rank], within_s: float) -> list[_Answer]:

@@ -18,7 +18,7 @@ from penteract.data.loader import TrainSource
 from penteract.errors import UserError
 
 COMMANDS = (
-    "train", "layout", "data build", "data inspect", "data show", "checkpoint inspect",
+    "train", "verify", "layout", "data build", "data inspect", "data show", "checkpoint inspect",
     "checkpoint verify", "generate",
 )  # fmt: skip
 
@@ -69,6 +69,7 @@ def test_help_lists_every_command_and_train_every_key(capsys: pytest.CaptureFixt
         ["layout", "--world", "8", "--order", "tp-xx"], ["data", "inspect", "no/such"],
         ["checkpoint", "inspect", "no/such"], ["checkpoint", "verify", "no/such"],
         ["generate", "no/such"], ["data", "build", "--input", "no/such", "--output", "x"],
+        ["verify"], ["verify", "no/such.toml", "--layout", "dp=2"], ["verify", "--fuzz", "0"],
         ["data", "show", "no/such.toml", "--step", "1"], ["data", "show", "--step", "1"],
     ],
 )  # fmt: skip

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penteract.cli import _parser
+from penteract.cli import RUNS
 from penteract.config_file import split_config
+from penteract.options import parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -35,8 +36,8 @@ def test_commands_parse(page: Path) -> None:
     for line in lines:
         if line.startswith("penteract ") and "|" not in line and "…" not in line:
             words = shlex.split(line, comments=True)[1:]
-            _, rest = _parser().parse_known_args(words)
-            if words[0] == "train" or words[:2] == ["data", "show"]:
+            _, rest = parser(RUNS).parse_known_args(words)
+            if words[0] in ("train", "verify") or words[:2] == ["data", "show"]:
                 _, rest = split_config(rest)
             assert all(word.startswith("--") or "." not in word for word in rest), (line, rest)
 

@@ -38,6 +38,17 @@ def test_values_come_back_in_rank_order(n: int) -> None:
     assert all(x.item() == n * (n - 1) / 2 for _, x in values)
 
 
+@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+def test_the_ranks_are_joined_by_the_chosen_backend(backend: str) -> None:
+    def joined() -> tuple[str, torch.Tensor]:
+        return dist.get_backend(), total()
+
+    found = run_ranks(joined, 2, backend=backend)
+    assert [(name, x.item()) for name, x in found] == [(backend, 1.0)] * 2
+    if backend == "shared_memory":
+        assert run_ranks(dist.get_backend, 2) == [backend] * 2
+
+
 def test_a_large_tensor_outlives_its_rank() -> None:
     first, second = run_ranks(lambda: torch.full((500_000,), float(world_axis().rank)), 2)
     assert first.sum() == 0
