@@ -18,12 +18,12 @@ dtype (an all-reduce and a broadcast as a ring sends them):
 | `broadcast`      | all of x; nothing on the rank that the ring ends with  |
 | `exchange`       | (n−1) × (8 + the payload)                              |
 
-On a CPU a reduce-scatter and a small all-reduce (all copies together up to 1 MiB) are an all-to-all
-and a sum in rank order, which every rank takes alike, so that they agree to the bit. gloo's ring
-serves larger all-reduces and agrees to the bit as well. 16-bit floats are summed in float32 there.
-On two cores gloo's own reduce-scatter takes 1.5 to 2.5 times as long (16 KiB to 16 MiB, 2 and 4
-ranks); its small all-reduce 1.6 to 2.1 times on 4 ranks, and on 2 between half and twice, as the
-load of the machine has it: `benchmarks/collectives.py`.
+On a CPU a reduce-scatter, and from 3 ranks on a small all-reduce (all copies together up to 1 MiB),
+are an all-to-all and a sum in rank order, which every rank takes alike, so that they agree to the
+bit. The backend's own serves other all-reduces and agrees to the bit as well. 16-bit floats are
+summed in float32 there. On two cores gloo's own reduce-scatter takes 1.5 to 2.5 times as long
+(16 KiB to 16 MiB, 2 and 4 ranks); its small all-reduce 1.6 to 2.1 times on 4 ranks, on 2 half of
+it: `benchmarks/collectives.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from penteract.placement import even_sizes
 Sizes = Sequence[int] | None
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# Up to here one exchange of whole copies beats gloo's ring on 4 ranks; its cost grows with them.
+# Up to here one exchange of whole copies beats gloo's ring on 4 ranks; its cost grows with them. On
+# 2 ranks gloo's own is the faster one at every size.
 _ONE_EXCHANGE_BYTES = 1 << 20  # of all copies together
 _ONE_EXCHANGE_RANKS = 16
 
@@ -87,7 +88,8 @@ def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     size_bytes = _bytes(x)
     axis.traffic.add("all_reduce", 2 * (axis.size - 1) * size_bytes // axis.size)
     target = x.detach()
-    small = size_bytes * axis.size <= _ONE_EXCHANGE_BYTES and axis.size <= _ONE_EXCHANGE_RANKS
+    few = 2 < axis.size <= _ONE_EXCHANGE_RANKS
+    small = few and size_bytes * axis.size <= _ONE_EXCHANGE_BYTES
     if op == "sum" and small and compat.sums_are_ours(x):
         copies = target.reshape(-1).repeat(axis.size)
         work, total = _start_sum_of_parts(copies, axis, [x.numel()] * axis.size)

@@ -11,6 +11,8 @@ from penteract.collectives import all_reduce_
 from penteract.mesh import Axis
 from penteract.parallel.buffers import Buffers
 
+RUN = 1 << 16  # elements
+
 
 def gradient_norm(buffers: Buffers, axes: Mapping[str, Axis]) -> Tensor:
     """The 2-norm of all gradients, a scalar, the same on every rank; before clipping.
@@ -21,12 +23,23 @@ def gradient_norm(buffers: Buffers, axes: Mapping[str, Axis]) -> Tensor:
     """
     squares: dict[tuple[str, ...], Tensor] = {}
     for buffer in buffers.buffers:
-        square = torch.linalg.vector_norm(buffer.gradient).double().square()
-        squares[buffer.split_axes] = squares.get(buffer.split_axes, 0) + square
+        split_axes, square = buffer.split_axes, _square(buffer.gradient)
+        squares[split_axes] = squares.get(split_axes, 0) + square
     for split_axes, square in squares.items():
         for name in split_axes:
             all_reduce_(square, axes[name])
     return torch.stack(list(squares.values())).sum().sqrt()
+
+
+def _square(flat: Tensor) -> Tensor:
+    """The sum of squares in float64, from norms of short runs.
+
+    One long float32 sum loses digits on a CPU: 7e-4 of 2^24 elements, 4 % of 2^28.
+    """
+    whole = len(flat) // RUN * RUN
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, RUN), dim=1)
+    rest = torch.linalg.vector_norm(flat[whole:])
+    return norms.double().square().sum() + rest.double().square()
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:

@@ -42,7 +42,8 @@ class Recompute:
             part, _, every = kind.partition("/")
             if layer % int(every or 1) == 0:
                 parts.add(part)
-        return cls(frozenset(parts))
+        # What a part recomputes for itself would be computed twice within a layer.
+        return cls(frozenset({"layer"} & parts or parts))
 
     def __call__(self, part: str, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(*args), whose activations are recomputed if `part` is."""

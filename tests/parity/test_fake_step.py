@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from penteract.families import model_spec
 from penteract.grid import Grid
 from penteract.nn.model import ModelSpec
 from penteract.train.dry_run import dry_run
+from penteract.train.traffic import step_bytes
 
 
 def parameters(spec: ModelSpec, name: str) -> int:
@@ -81,3 +83,30 @@ def test_no_initial_value_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penteract.parallel.buffers.initialise", refuse)
     values = {"model": MODELS["llama"], "data": {"seq": 8}, "train": {"steps": 1}}
     dry_run(resolve(from_dict(values)), Grid(2), 1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "parallel", "train"),
+    [
+        (0, "llama", {"sp": True}, {"dtype": "bfloat16"}),
+        (13, "gpt2", {"sp": True, "recompute": "layer"}, {}),
+        (31, "gpt2-plain", {"recompute": ["attention", "mlp"]}, {"label_smoothing": 0.1}),
+        (7, "llama-tied-bias", {"sp": True, "vocab_multiple": 4}, {"z_loss": 1e-3}),
+    ],
+)
+def test_tensor_ranks(
+    rank: int, name: str, parallel: dict[str, Any], train: dict[str, Any]
+) -> None:
+    """tp = 8 has more ranks than heads, and rows of the stream and the vocabulary run out."""
+    values = {
+        "model": {**MODELS[name], "dropout": 0.1},
+        "parallel": {"tp": 8, **parallel},
+        "data": {"seq": 6},
+        "train": {"steps": 1, "global_batch": 7, **train},
+    }
+    config, grid = resolve(from_dict(values)), Grid(32, tp=8)
+    lines = dry_run(config, grid, rank)
+    for axis, what in step_bytes(config, grid, rank).items():
+        sent = [re.search(rf"sent over {axis}\s+([\d,]+)", line) for line in lines]
+        total = sum(int(m[1].replace(",", "")) for m in sent if m)
+        assert total == sum(what.values()) > 0, (axis, lines)
