@@ -38,10 +38,18 @@ DOCUMENTS = [
 ]
 
 
-def build(name: str, axis: Axis, backend: str = "flash") -> Stage:
-    model = {**MODELS[name], "heads": 4, "kv_heads": 2, "dropout": 0.1}  # for two tensor ranks
+def build(
+    name: str,
+    axis: Axis,
+    backend: str = "flash",
+    *,
+    sequence: bool = False,
+    **options: Any,
+) -> Stage:
+    model = {**MODELS[name], "dropout": 0.1}
     config = from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}})
-    stage = Stage(model_spec(resolve(config).model), TensorParallel(axis), dtype=torch.float64)
+    spec, tp = model_spec(resolve(config).model), TensorParallel(axis, sequence)
+    stage = Stage(spec, tp, dtype=torch.float64, **options)
     materialise(stage, seed=0)
     for module in stage.modules():
         if isinstance(module, Attention):
@@ -59,9 +67,9 @@ def step(model: Stage) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {e.name: e.parameter.grad for e in declared_parameters(model)}
 
 
-def checked_step(name: str, axis: Axis, backend: str = "flash") -> None:
+def checked_step(name: str, axis: Axis, backend: str = "flash", **options: Any) -> None:
     """No call is refused, the types come out as declared, and no number changes."""
-    model = build(name, axis, backend)
+    model = build(name, axis, backend, **options)
     seeds = parameter_kinds(model, ["tp"])
     batch = bridge.micro_batch(DOCUMENTS)
     with checking(seeds):
@@ -71,7 +79,7 @@ def checked_step(name: str, axis: Axis, backend: str = "flash") -> None:
         for label, (parameter, kinds) in seeds.items():
             assert typed(parameter.grad) == {"tp": DUAL[kinds["tp"].letter]}, label
         assert typed(model.logits(batch.tokens, batch.sequences)) == {"tp": I}
-    plain_loss, plain = step(build(name, axis, backend))
+    plain_loss, plain = step(build(name, axis, backend, **options))
     assert loss.item() == plain_loss
     assert all(torch.equal(parameter.grad, plain[label]) for label, (parameter, _) in seeds.items())
 
@@ -82,12 +90,18 @@ def test_a_step_is_typed_rightly_at_size_1(name: str, backend: str) -> None:
     checked_step(name, single("tp"), backend)
 
 
-def test_a_step_is_typed_rightly_on_two_ranks() -> None:
-    def steps() -> None:
-        for name in MODELS:
-            checked_step(name, world_axis("tp"))
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_step_is_typed_rightly_on_ranks(n: int, sequence: bool) -> None:
+    """3 ranks divide neither heads nor key/value heads, so these are held whole."""
 
-    run_ranks(steps, 2)
+    def steps() -> None:
+        for name in MODELS if n == 2 else ("llama", "llama-tied-bias"):
+            checked_step(name, world_axis("tp"), sequence=sequence)
+        options = {"recompute": ("layer",), "vocab_multiple": 4}
+        checked_step("llama", world_axis("tp"), sequence=sequence, **options)
+
+    run_ranks(steps, n)
 
 
 def test_over_the_data_the_loss_is_a_part_of_the_sum() -> None:

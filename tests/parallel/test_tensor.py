@@ -23,6 +23,7 @@ from penteract.nn.loss import Head
 from penteract.nn.mlp import MLP, MLPSpec
 from penteract.nn.model import Stage
 from penteract.optim.norm import gradient_norm
+from penteract.parallel import buffers as buffers_module
 from penteract.parallel import tensor as tensor_module
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import declared_parameters
@@ -172,3 +173,37 @@ def test_buffers_and_the_norm_follow_the_placement() -> None:
     bridge.assert_close(found, bridge.logical(wanted), 1e-12)
     squares = sum(x.square().sum() for x in bridge.logical(wanted).values())
     assert norm == pytest.approx(squares.sqrt().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_of_norms_in_bfloat16_are_summed_in_float32(
+    sequence: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sequence parallelism of every norm, without it of those over local heads."""
+    together = buffers_module._sum_together
+
+    def on_this_rank() -> tuple[list[Tensor], list[Tensor]]:
+        parts: list[Tensor] = []
+
+        def keep(flats: list[Tensor], axis: Axis) -> None:
+            parts.extend(x.clone() for x in flats)
+            together(flats, axis)
+
+        monkeypatch.setattr(buffers_module, "_sum_together", keep)
+        axis = world_axis("tp")
+        config = from_dict({"model": MODELS["llama"], "data": {"seq": 8}, "train": {"steps": 1}})
+        tp, dtype = TensorParallel(axis, sequence), torch.bfloat16
+        model = Stage(model_spec(resolve(config).model), tp, dtype=dtype)
+        buffers = Buffers(model, single("dp-cp"), seed=0, more_axes=[axis])
+        buffers.begin()
+        buffers.last_micro_batch()
+        model(bridge.micro_batch(DOCUMENTS), scale=torch.tensor(0.25)).terms["loss"].backward()
+        buffers.finish()
+        return parts, [b.gradient for b in buffers.buffers if "tp" in b.more_axes]
+
+    (first, found), (second, _) = run_ranks(on_this_rank, 2)
+    assert found
+    for a, b, total in zip(first, second, found, strict=True):
+        assert total.dtype == torch.float32
+        assert torch.equal(total, a + b)
+        assert not torch.equal(total, (a.bfloat16() + b.bfloat16()).float()), "bfloat16 would do"

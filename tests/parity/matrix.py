@@ -1,8 +1,10 @@
 """The matrices of models and layouts, as data."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from math import prod
 from typing import Any
 
 # Values that expose: biases, eps 1e-2, a head size that is not hidden / heads, an odd vocabulary.
@@ -26,6 +28,27 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# Heads, widths and vocabularies that a number of tensor ranks divides, divides not, or exceeds.
+SPLIT_MODELS: dict[str, dict[str, Any]] = {
+    **MODELS,
+    "six-heads": {
+        "family": "llama", "layers": 2, "hidden": 10, "ffn": 9, "heads": 6, "kv_heads": 2,
+        "head_size": 4, "vocab": 19, "norm_eps": 1e-2, "bias": True, "qk_norm": True,
+    },
+    "nine-heads": {  # on 2 ranks a key/value head serves 3 query heads here and 1 or 2 there
+        "family": "llama", "layers": 1, "hidden": 8, "ffn": 6, "heads": 9, "kv_heads": 3,
+        "head_size": 2, "vocab": 16, "norm_eps": 1e-2, "qk_norm": True, "tied": True,
+    },
+    "eight-kv-heads": {
+        "family": "llama", "layers": 1, "hidden": 6, "ffn": 16, "heads": 8, "head_size": 2,
+        "vocab": 24, "norm_eps": 1e-2, "bias": True, "qk_norm": True,
+    },
+    "tiny": {
+        "family": "llama", "layers": 2, "hidden": 5, "ffn": 2, "heads": 1, "head_size": 2,
+        "vocab": 3, "norm_eps": 1e-2, "bias": True,
+    },
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -37,10 +60,24 @@ class Cell:
     global_batch: int
     bucket_bytes: int
     dropout: float
+    seq: int = 6
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    tp: int = 1
+    sp: bool = False
+    recompute: tuple[str, ...] = ()
+    vocab_multiple: int = 1
+    overlap: bool = True
 
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp
+
+
+Factors = dict[str, tuple[Any, ...]]
 
 # dp 3 and micro-batch 3 divide neither batch; batch 2 leaves ranks and micro-batches empty.
-DATA_PARALLEL: dict[str, tuple[Any, ...]] = {
+DATA_PARALLEL: Factors = {
     "model": tuple(MODELS),
     "dp": (1, 2, 3, 4),
     "micro_batch": (1, 2, 3, 8),
@@ -49,25 +86,91 @@ DATA_PARALLEL: dict[str, tuple[Any, ...]] = {
     "dropout": (0.0, 0.1),
 }
 
+# Sequences of 7 tokens divide over no number of ranks; of 1 leave ranks without a row.
+TENSOR_PARALLEL: Factors = {
+    "tp": (1, 2, 3, 4, 8),
+    "sp": (False, True),
+    "model": tuple(SPLIT_MODELS),
+    "recompute": (
+        (), ("layer",), ("layer/2",), ("attention",), ("mlp",), ("core",),
+        ("attention", "mlp", "core"),
+    ),
+    "dropout": (0.0, 0.1),
+    "vocab_multiple": (1, 4),
+    "label_smoothing": (0.0, 0.1),
+    "z_loss": (0.0, 1e-2),
+    "dp": (1, 2),
+    "micro_batch": (1, 2, 3),
+    "seq": (7, 1),
+    "overlap": (True, False),
+    "global_batch": (3,),
+    "bucket_bytes": (256,),
+}  # fmt: skip
+CROSSED = ("tp", "sp", "model", "recompute")  # whose full product is run
+# No rule of the configuration refuses a cell; one that did would fail as an error.
 
-def cells(matrix: dict[str, tuple[Any, ...]]) -> Iterator[Cell]:
+
+def cells(matrix: Factors) -> Iterator[Cell]:
     """The full product."""
-    return (Cell(*values) for values in product(*matrix.values()))
+    return (Cell(**dict(zip(matrix, values, strict=True))) for values in product(*matrix.values()))
 
 
-def pairwise(matrix: dict[str, tuple[Any, ...]]) -> list[Cell]:
+def values(cell: Cell, names: Iterable[str], n: int) -> set[tuple[tuple[str, Any], ...]]:
+    """The values that `cell` has of every `n` of the named factors together."""
+    return set(combinations([(name, getattr(cell, name)) for name in names], n))
+
+
+def pairwise(matrix: Factors) -> list[Cell]:
     """Few cells that together hold every pair of values of any two factors, greedily chosen."""
-    names = tuple(matrix)
-
-    def pairs(cell: Cell) -> set[tuple[Any, ...]]:
-        values = [(name, getattr(cell, name)) for name in names]
-        return set(combinations(values, 2))
-
-    candidates = {cell: pairs(cell) for cell in cells(matrix)}
+    candidates = {cell: values(cell, matrix, 2) for cell in cells(matrix)}
     missing = set().union(*candidates.values())
     chosen = []
     while missing:
         best = max(candidates, key=lambda cell: len(candidates[cell] & missing))
         chosen.append(best)
         missing -= candidates[best]
+    return chosen
+
+
+def fits(factors: Iterable[tuple[str, Any]], max_world: int) -> bool:
+    """Whether values of some factors leave a layout of at most so many ranks."""
+    return prod(n for name, n in factors if name in ("tp", "dp")) <= max_world
+
+
+def drawn(matrix: Factors, draw: random.Random, max_world: int, **fixed: Any) -> Cell:
+    """A random cell of the matrix with some factors fixed, on at most `max_world` ranks."""
+    while True:
+        chosen = {name: draw.choice(choices) for name, choices in matrix.items()} | fixed
+        if fits(chosen.items(), max_world):
+            return Cell(**chosen)
+
+
+def tuples(matrix: Factors, n: int, max_world: int) -> set[tuple[tuple[str, Any], ...]]:
+    """All values of every `n` factors together that a cell of the matrix can have."""
+    names = combinations(matrix, n)
+    found = (zip(ns, xs, strict=True) for ns in names for xs in product(*(matrix[m] for m in ns)))
+    return {found for each in found if fits(found := tuple(each), max_world)}
+
+
+def sampled(matrix: Factors, max_world: int, *, tries: int = 60) -> list[Cell]:
+    """As `pairwise`, of a product that is too large to list: the best of some cells with a pair."""
+    draw, missing, chosen = random.Random(0), tuples(matrix, 2, max_world), []
+    while missing:
+        pair = dict(min(missing, key=repr))
+        candidates = [drawn(matrix, draw, max_world, **pair) for _ in range(tries)]
+        chosen.append(max(candidates, key=lambda cell: len(values(cell, matrix, 2) & missing)))
+        missing -= values(chosen[-1], matrix, 2)
+    return chosen
+
+
+def crossed(
+    matrix: Factors, names: Sequence[str], max_world: int, *, tries: int = 12
+) -> list[Cell]:
+    """The product of the named factors; the others vary, so that new triples of values occur."""
+    draw, seen, chosen = random.Random(0), set(), []
+    for combination in product(*(matrix[name] for name in names)):
+        fixed = dict(zip(names, combination, strict=True))
+        candidates = [drawn(matrix, draw, max_world, **fixed) for _ in range(tries)]
+        chosen.append(max(candidates, key=lambda cell: len(values(cell, matrix, 3) - seen)))
+        seen |= values(chosen[-1], matrix, 3)
     return chosen

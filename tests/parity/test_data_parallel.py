@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Iterable
 
 import pytest
+import torch
 from parity.matrix import DATA_PARALLEL, Cell, cells, pairwise
-from parity.training import Outcome, difference, reference, train_here
+from parity.outcome import Part, difference, initial, joined, unequal
+from parity.training import reference, train_here
 
 from penteract.testing import run_ranks
 
@@ -16,24 +18,23 @@ def check(dp: int, chosen: Iterable[Cell]) -> None:
     """Train the cells on `dp` ranks and compare; ranks must agree to the bit."""
     mine = [cell for cell in chosen if cell.dp == dp]
     by_rank = run_ranks(train_here, dp, mine) if dp > 1 else [train_here(mine)]
-    for cell, *outcomes in zip(mine, *by_rank, strict=True):
-        alone = train_here([dataclasses.replace(cell, dp=1, bucket_bytes=25 << 20)])[0]
-        check_cell(cell, outcomes, alone)
+    for cell, *parts in zip(mine, *by_rank, strict=True):
+        check_cell(cell, parts)
 
 
-def check_cell(cell: Cell, outcomes: list[Outcome], alone: Outcome) -> None:
-    first = outcomes[0]
-    for other in outcomes[1:]:
-        assert difference(other, first)[0] == 0.0, cell
-    assert {outcome.initial_hash for outcome in outcomes} == {alone.initial_hash}, cell
-    worst, where = difference(first, reference(cell))
+def check_cell(cell: Cell, parts: list[Part]) -> None:
+    alone = train_here([dataclasses.replace(cell, dp=1, bucket_bytes=25 << 20)])
+    assert not unequal(parts), cell
+    assert all(map(torch.equal, initial(parts).values(), initial(alone).values())), cell
+    found = joined(parts)
+    worst, where = difference(found, reference(cell))
     assert worst <= TO_REFERENCE, f"{cell}: {where} differs by {worst:.3g} from the reference"
     # Sums in another order: rounding of the largest values shows in tensors that are nearly zero.
-    worst, where = difference(first, alone, floor=1e-2)
+    worst, where = difference(found, joined(alone), floor=1e-2)
     assert worst <= TO_EACH_OTHER, f"{cell}: {where} differs by {worst:.3g} from one rank"
     # Besides the buckets, the count of the step and its loss are summed; nothing per micro-batch.
-    expected = first.buckets + 2 if cell.dp > 1 else 0
-    assert first.gradient_messages == expected, cell
+    expected = parts[0].buckets + 2 if cell.dp > 1 else 0
+    assert parts[0].gradient_messages == expected, cell
 
 
 @pytest.mark.parametrize("dp", DATA_PARALLEL["dp"])

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from parity.matrix import Cell
-from parity.training import difference, reference, train_here
-from reference.bridge import worst_difference
+from parity.training import first_difference, reference
 from torch import Tensor
 
 from penteract.collectives import all_reduce_
@@ -20,13 +19,11 @@ from penteract.parallel.buffers import Buffers
 from penteract.parallel.pipeline.executor import Forward
 from penteract.parallel.pipeline.schedules import Action
 from penteract.placement import Placement
-from penteract.testing import run_ranks
 from penteract.train import run as run_module
 from penteract.train.run import Run
 from penteract.wire import Pending
 
 CELL = Cell("gpt2", dp=2, micro_batch=1, global_batch=8, bucket_bytes=256, dropout=0.1)
-TOLERANCE = 1e-9
 
 
 def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
@@ -124,23 +121,6 @@ FAULTS = {  # and the first quantity in which each shows
     dropped_weight_gradient: "gradients",
     tied_gradient_once: "gradients",
 }
-
-
-def first_difference(cell: Cell) -> str | None:
-    """The first quantity of a step, in the order of computing, that is not the reference's."""
-    found, wanted = run_ranks(train_here, cell.dp, [cell])[0][0], reference(cell)
-
-    def relative(a: list[float], b: list[float]) -> float:
-        return abs(a[0] - b[0]) / b[0]
-
-    differences = {
-        "loss": relative(found.losses, wanted.losses),
-        "gradients": worst_difference(found.gradients[0], wanted.gradients[0])[0],
-        "norm": relative(found.norms, wanted.norms),
-        "weights": worst_difference(found.weights, wanted.weights)[0],
-        "anything": difference(found, wanted)[0],
-    }
-    return next((name for name, x in differences.items() if x > TOLERANCE), None)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 from parity.matrix import MODELS, Cell
+from parity.outcome import Part, difference, joined
 from parity.training import (
     STEPS,
-    Outcome,
     collect,
     config_of,
-    difference,
     documents,
     new_run,
     set_weights,
     train_here,
+    update,
 )
 from reference import bridge, plain
 
@@ -35,28 +35,26 @@ def world_mesh() -> Mesh:
     return create_mesh(Grid(axis.size), axis.rank)
 
 
-def through_the_loader(cell: Cell) -> Outcome:
+def through_the_loader(cell: Cell) -> Part:
     """Two updates on the synthetic task with its own batches."""
     mesh = world_mesh()
     task = synthetic_task(config_of(cell), mesh, torch.device("cpu"))
     run = new_run(cell, mesh, task=task)
     set_weights(run)
-    outcome = Outcome("")
+    part = Part()
     for step in range(1, STEPS + 1):
-        line = run.update()
-        outcome.losses.append(line["loss"])
-        outcome.norms.append(line["grad_norm"])
-        assert line["tokens"] == step * cell.global_batch * run.config.data.seq
+        update(run, part)
+        assert run.tokens == step * cell.global_batch * run.config.data.seq
     task.close()
-    return collect(run, outcome)
+    return collect(run, part)
 
 
 @pytest.mark.parametrize("dp", [2, 3])
 def test_the_loaders_batches_train_alike_in_every_layout(dp: int) -> None:
     cell = Cell("gpt2", dp=dp, micro_batch=3, global_batch=8, bucket_bytes=256, dropout=0.1)
-    alone = through_the_loader(dataclasses.replace(cell, dp=1))
+    alone = joined([through_the_loader(dataclasses.replace(cell, dp=1))])
     for found in run_ranks(through_the_loader, dp, cell):
-        worst, where = difference(found, alone, floor=1e-2)
+        worst, where = difference(joined([found]), alone, floor=1e-2)
         assert worst <= 1e-12, where
 
 
@@ -98,35 +96,35 @@ def test_without_a_nan_the_same_step_does_change_the_weights() -> None:
 def test_stale_gradients_are_never_read() -> None:
     """Every gradient is NaN before a step, and the parameters' own are absent."""
 
-    def two_steps(poison: bool) -> Outcome:
-        run = new_run(CELL, world_mesh())
+    def two_steps(poison: bool) -> Part:
+        run, part = new_run(CELL, world_mesh()), Part()
         set_weights(run)
-        outcome = Outcome("")
         for _ in range(STEPS):
             for slot in run.buffers.slots() if poison else ():
                 slot.gradient.fill_(float("nan"))
-            outcome.losses.append(run.update()["loss"])
-        return collect(run, outcome)
+            update(run, part)
+        return collect(run, part)
 
     clean, poisoned = run_ranks(two_steps, 2, False)[1], run_ranks(two_steps, 2, True)[1]
-    assert difference(poisoned, clean)[0] == 0.0
+    assert difference(joined([poisoned]), joined([clean]))[0] == 0.0
 
 
 def test_every_rank_ends_with_the_same_bits_in_narrow_types() -> None:
     """bfloat16 weights are the rounded masters, and near those of a float64 run."""
 
-    def narrow() -> Outcome:
-        run = new_run(CELL, world_mesh(), dtype="bfloat16")
+    def narrow() -> Part:
+        run, part = new_run(CELL, world_mesh(), dtype="bfloat16"), Part()
         set_weights(run)
-        outcome = Outcome("", losses=[run.update()["loss"] for _ in range(STEPS)])
+        for _ in range(STEPS):
+            update(run, part)
         for slot in run.buffers.slots():
             assert slot.master.dtype == slot.gradient.dtype == torch.float32
             assert torch.equal(slot.entry.parameter, slot.master.bfloat16())
-        return collect(run, outcome)
+        return collect(run, part)
 
-    first, second = run_ranks(narrow, 2)
+    first, second = (joined([part]) for part in run_ranks(narrow, 2))
     assert difference(first, second)[0] == 0.0
-    wide = train_here([dataclasses.replace(CELL, dp=1)])[0]
+    wide = joined(train_here([dataclasses.replace(CELL, dp=1)]))
     assert first.losses == pytest.approx(wide.losses, rel=3e-2)
     worst, name = bridge.worst_difference(first.weights, wide.weights)
     assert worst < 3e-2, name

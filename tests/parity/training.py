@@ -1,20 +1,21 @@
-"""Trains one cell of the matrix, on this rank or by the reference, and reports logical tensors."""
+"""Trains one cell of the matrix, on this rank or by the reference."""
 
 import dataclasses
 import functools
-import hashlib
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from parity.matrix import MODELS, Cell
+from parity.matrix import SPLIT_MODELS, Cell
+from parity.outcome import Outcome, Part, difference, joined, relative, unequal
 from reference import bridge, plain
+from reference.bridge import Fragments
 from reference.plain import Document, Rates, State, Weights
 from torch import Tensor
 
+from penteract.checkpoint.steps import step_name
 from penteract.config import Config, resolve
 from penteract.config_file import from_dict
 from penteract.data.loader import micro_batches
@@ -26,35 +27,42 @@ from penteract.nn.sequences import MicroBatch
 from penteract.optim.adamw import AdamW
 from penteract.parallel.buffers import Buffers
 from penteract.random import keep_mask
-from penteract.testing import world_axis
+from penteract.testing import run_ranks, world_axis
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
 from penteract.train.task import Task
 
-SEQ, STEPS, SEED = 6, 2, 5
+STEPS, SEED = 2, 5
 
 
 def config_of(cell: Cell, **train: Any) -> Config:
     """Clipping is active; eps is large enough that gradients which are zero by symmetry stay so."""
-    model = {**MODELS[cell.model], "dropout": cell.dropout}
     sizes = {"global_batch": cell.global_batch, "micro_batch": cell.micro_batch}
+    aim = {"label_smoothing": cell.label_smoothing, "z_loss": cell.z_loss}
     values = {
-        "model": model,
-        "data": {"seq": SEQ, "seed": 3},
+        "model": {**SPLIT_MODELS[cell.model], "dropout": cell.dropout},
+        "parallel": {
+            "tp": cell.tp,
+            "sp": cell.sp,
+            "recompute": list(cell.recompute),
+            "vocab_multiple": cell.vocab_multiple,
+            "tp_overlap": cell.overlap,
+        },
+        "data": {"seq": cell.seq, "seed": 3},
         "optim": {"lr": 1e-2, "schedule": "constant", "eps": 1e-4, "clip": 0.05},
-        "train": {"steps": STEPS, "dtype": "float64", "seed": SEED, **sizes, **train},
+        "train": {"steps": STEPS, "dtype": "float64", "seed": SEED, **sizes, **aim, **train},
     }
     return resolve(from_dict(values))
 
 
-def documents(index: int, vocab: int) -> list[Document]:
+def documents(index: int, vocab: int, seq: int = 6) -> list[Document]:
     """Sample `index`: one to three documents; half of the labels count, in every fifth none."""
-    tokens, labels = SyntheticSource(seq=SEQ, vocab=vocab, seed=3).samples([index])
+    tokens, labels = SyntheticSource(seq=seq, vocab=vocab, seed=3).samples([index])
     weights = [float(index % 5 != 2 and (3 * t + index) % 4 < 2) for t in tokens[0].tolist()]
-    cuts = ((0, 6), (0, 1, 6), (0, 2, 3, 6))[index % 3]
+    cuts = sorted({0, seq, *((), (1,), (2, 3))[index % 3]})
     return [
         Document(tokens[0, a:b].tolist(), labels[0, a:b].tolist(), weights[a:b])
-        for a, b in itertools.pairwise(cuts)
+        for a, b in itertools.pairwise(cut for cut in cuts if cut <= seq)
     ]
 
 
@@ -66,50 +74,11 @@ def ragged_task(config: Config, mesh: Mesh) -> Task:
         first = (step - 1) * train.global_batch
         parts = micro_batches(train.global_batch, train.micro_batch, dp.size, dp.rank)
         rows = [[first + i for i in part] for part in parts]
-        vocab = config.model.vocab
-        return [bridge.micro_batch([d for i in row for d in documents(i, vocab)]) for row in rows]
+        sizes = config.model.vocab, config.data.seq
+        return [bridge.micro_batch([d for i in row for d in documents(i, *sizes)]) for row in rows]
 
     task = synthetic_task(config, mesh, torch.device("cpu"))
     return dataclasses.replace(task, batches=batches)
-
-
-@dataclass
-class Outcome:
-    """What a rank holds after the last step; tensors are logical ones."""
-
-    initial_hash: str
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[Weights] = field(default_factory=list)  # of every step
-    weights: Weights = field(default_factory=dict)
-    first: Weights = field(default_factory=dict)
-    second: Weights = field(default_factory=dict)
-    gradient_messages: int = 0  # all-reduces over the data ranks in the last step
-    buckets: int = 0
-
-    # From a rank to its parent a tensor would travel as a file descriptor, and there are thousands.
-    def __getstate__(self) -> dict[str, Any]:
-        return converted(self.__dict__, Tensor, Tensor.numpy)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(converted(state, np.ndarray, torch.from_numpy))
-
-
-def converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """Nested dictionaries and lists with every value of one kind converted."""
-    if isinstance(value, dict):
-        return {name: converted(x, kind, convert) for name, x in value.items()}
-    if isinstance(value, list):
-        return [converted(x, kind, convert) for x in value]
-    return convert(value) if isinstance(value, kind) else value
-
-
-def digest(weights: Weights) -> str:
-    """Of the names and the bits of all logical tensors."""
-    state = hashlib.sha256()
-    for name in sorted(weights):
-        state.update(name.encode() + weights[name].contiguous().numpy().tobytes())
-    return state.hexdigest()
 
 
 def new_run(cell: Cell, mesh: Mesh, *, task: Task | None = None, **train: Any) -> Run:
@@ -134,48 +103,69 @@ def set_weights(run: Run) -> None:
     run.buffers.publish()
 
 
-def keep_gradients(run: Run, into: list[Weights]) -> None:
-    """Copy the gradients of every step before the optimizer scales them."""
-    step = run.optimizer.step
-
-    def keep_and_step(lr: float, coefficient: Tensor, skip: Tensor) -> None:
-        into.append(bridge.logical(bridge.fragments(bridge.buffer_gradients(run.buffers))))
-        step(lr, coefficient, skip)
-
-    run.optimizer.step = keep_and_step
+def keep_gradients(run: Run, into: list[Fragments]) -> None:
+    """Copy the gradients of every step before they are clipped."""
+    run.on_gradients = lambda run: into.append(
+        bridge.fragments(bridge.buffer_gradients(run.buffers))
+    )
 
 
-def collect(run: Run, outcome: Outcome) -> Outcome:
+def update(run: Run, part: Part) -> None:
+    """One step, and what it says."""
+    before = run.axis.traffic.calls.get("all_reduce", 0)
+    line = run.update()
+    part.losses.append(line["loss"])
+    part.z_losses.append(line.get("z_loss", 0.0))
+    part.norms.append(line["grad_norm"])
+    part.gradient_messages = run.axis.traffic.calls.get("all_reduce", 0) - before
+
+
+def collect(run: Run, part: Part) -> Part:
     """Fill in the weights and moments of a run."""
-    outcome.weights = bridge.logical(bridge.fragments(bridge.masters(run.buffers)))
-    for name, into in (("exp_avg", outcome.first), ("exp_avg_sq", outcome.second)):
+    part.weights = bridge.fragments(bridge.masters(run.buffers))
+    for name, into in (("exp_avg", part.first), ("exp_avg_sq", part.second)):
         stored = [(s.entry.placement, x) for n, s, x in run.optimizer.state() if n == name]
-        into.update(bridge.logical(bridge.fragments(stored)))
-    return outcome
+        into += bridge.fragments(stored)
+    part.buckets = sum(len(buffer.buckets) for buffer in run.buffers.buffers)
+    return part
 
 
-def train(cell: Cell, mesh: Mesh) -> Outcome:
-    """Two updates as this rank of `mesh`."""
-    run = new_run(cell, mesh)
-    initial = bridge.logical(bridge.fragments(bridge.masters(run.buffers)))
-    outcome = Outcome(digest(initial))
-    set_weights(run)
-    keep_gradients(run, outcome.gradients)
-    for _ in range(STEPS):
-        before = run.axis.traffic.calls.get("all_reduce", 0)
-        line = run.update()
-        outcome.losses.append(line["loss"])
-        outcome.norms.append(line["grad_norm"])
-        outcome.gradient_messages = run.axis.traffic.calls.get("all_reduce", 0) - before
-    outcome.buckets = sum(len(buffer.buckets) for buffer in run.buffers.buffers)
-    return collect(run, outcome)
-
-
-def train_here(cells: list[Cell]) -> list[Outcome]:
-    """Each cell as one rank of all ranks of the default process group."""
+def meshes() -> Callable[[int], Mesh]:
+    """For a number of tensor ranks the mesh over all ranks, each with its groups made once."""
     axis = world_axis()
-    mesh = create_mesh(Grid(axis.size), axis.rank)
-    return [train(cell, mesh) for cell in cells]
+    return functools.cache(lambda tp: create_mesh(Grid(axis.size, tp=tp), axis.rank))
+
+
+def train(cell: Cell, mesh: Mesh, folder: Path | None = None) -> Part:
+    """Two updates as this rank of `mesh`; with a folder, their checkpoint is there."""
+    run = new_run(cell, mesh)
+    part = Part(initial=bridge.fragments(bridge.masters(run.buffers)))
+    set_weights(run)
+    keep_gradients(run, part.gradients)
+    for _ in range(STEPS):
+        update(run, part)
+    if folder is not None:
+        run.save(folder)
+    return collect(run, part)
+
+
+def train_here(cells: Sequence[Cell], folders: Sequence[Path] = ()) -> list[Part]:
+    """Each cell as one rank of all ranks of the default process group."""
+    mesh = meshes()
+    pairs = itertools.zip_longest(cells, folders)
+    return [train(cell, mesh(cell.tp), folder) for cell, folder in pairs]
+
+
+def resume_here(cells: Sequence[Cell], folders: Sequence[Path]) -> list[Part]:
+    """The step that follows the checkpoint in each folder, in each cell's layout."""
+    mesh, parts = meshes(), []
+    for cell, folder in zip(cells, folders, strict=True):
+        run, part = new_run(cell, mesh(cell.tp)), Part()
+        run.resume(folder / step_name(STEPS))
+        keep_gradients(run, part.gradients)
+        update(run, part)
+        parts.append(collect(run, part))
+    return parts
 
 
 def dropping(cell: Cell, step: int, micro_batch: int) -> plain.Drop:
@@ -191,39 +181,62 @@ def dropping(cell: Cell, step: int, micro_batch: int) -> plain.Drop:
     return drop
 
 
-def reference_gradients(cell: Cell, weights: Weights, step: int) -> tuple[float, Weights]:
-    """Micro-batch by micro-batch, in one process; the count is that of the whole step."""
+def reference_gradients(cell: Cell, weights: Weights, step: int) -> tuple[list[float], Weights]:
+    """Both losses and the gradients of their sum, micro-batch by micro-batch, in one process.
+
+    The count is that of the whole step.
+    """
     config = config_of(cell)
     described = bridge.describe(model_spec(config.model))
     leaves = {name: x.clone().requires_grad_() for name, x in weights.items()}
     first = (step - 1) * cell.global_batch
-    total, count = torch.zeros((), dtype=torch.float64), 0.0
+    aim = plain.Aim(cell.label_smoothing, cell.z_loss)
+    total, count = torch.zeros(2, dtype=torch.float64), 0.0
     for start in range(0, cell.global_batch, cell.micro_batch):
         drop = dropping(cell, step, start // cell.micro_batch) if cell.dropout else plain.keep
         samples = range(start, min(start + cell.micro_batch, cell.global_batch))
-        docs = [doc for i in samples for doc in documents(first + i, config.model.vocab)]
+        vocab = config.model.vocab
+        docs = [doc for i in samples for doc in documents(first + i, vocab, cell.seq)]
         row = 0
         for doc in docs:
             doc = dataclasses.replace(doc, first_row=row)
             row, count = row + len(doc.tokens), count + sum(doc.weights)
-            total = total + plain.loss_sum(doc, leaves, described, drop)
-    loss = total / count
-    grads = torch.autograd.grad(loss, list(leaves.values()))
-    return loss.item(), dict(zip(leaves, grads, strict=True))
+            total = total + torch.stack(plain.loss_sums(doc, leaves, described, aim, drop))
+    losses = total / max(count, 1.0)  # without a counted token the loss is 0
+    found = torch.autograd.grad(losses.sum(), list(leaves.values()))
+    return losses.tolist(), dict(zip(leaves, found, strict=True))
 
 
 def reference(cell: Cell) -> Outcome:
-    """What two updates of the cell must give, whatever its layout."""
-    same = dataclasses.replace(cell, dp=1, bucket_bytes=0)
+    """What the first two updates of the cell must give, whatever its layout."""
+    return _reference(_trained(cell))[0]
+
+
+def next_step(cell: Cell) -> Outcome:
+    """What the update after those must give: one that never stopped."""
+    trained = _trained(cell)
+    state = _reference(trained)[1]
+    return _advanced(trained, state, 1)[0]
+
+
+def _trained(cell: Cell) -> Cell:
+    """The cell with everything set to one value on which the numbers do not depend."""
+    same = dataclasses.replace(
+        cell, dp=1, tp=1, sp=False, recompute=(), vocab_multiple=1, overlap=True, bucket_bytes=0
+    )
     # Without dropout nothing depends on how sequences are grouped.
-    return _reference(same if cell.dropout else dataclasses.replace(same, micro_batch=8))
+    return same if cell.dropout else dataclasses.replace(same, micro_batch=8)
 
 
 @functools.cache
-def _reference(cell: Cell) -> Outcome:
-    optim = config_of(cell).optim
+def _reference(cell: Cell) -> tuple[Outcome, State]:
     shapes = bridge.masters(new_run(cell, create_mesh(Grid(1), 0)).buffers)
-    state = State.start(bridge.random_weights(shapes))
+    return _advanced(cell, State.start(bridge.random_weights(shapes)), STEPS)
+
+
+def _advanced(cell: Cell, state: State, steps: int) -> tuple[Outcome, State]:
+    """What some more updates give, and the state after them; that before is not changed."""
+    optim = config_of(cell).optim
     matrices = {n for n in state.weights if n.endswith(".weight") and "norm" not in n}
     rates = Rates(
         lr=lambda step: optim.lr,
@@ -233,28 +246,30 @@ def _reference(cell: Cell) -> Outcome:
         clip=optim.clip,
         decayed=frozenset(matrices | {"embed.positions"}),
     )
-    outcome = Outcome("")
-    for step in range(1, STEPS + 1):
-        loss, grads = reference_gradients(cell, state.weights, step)
-        plain.update(state, loss, grads, rates)
-        outcome.losses.append(loss)
+    copies = ({**x} for x in (state.weights, state.first, state.second))
+    state = State(*copies, step=state.step)
+    outcome = Outcome()
+    for _ in range(steps):
+        losses, grads = reference_gradients(cell, state.weights, state.step + 1)
+        plain.update(state, losses[0], grads, rates)
+        outcome.losses.append(losses[0])
+        outcome.z_losses.append(losses[1])
         outcome.norms.append(state.norm)
         outcome.gradients.append(grads)
     outcome.weights, outcome.first, outcome.second = state.weights, state.first, state.second
-    return outcome
+    return outcome, state
 
 
-def difference(found: Outcome, wanted: Outcome, *, floor: float = 1e-4) -> tuple[float, str]:
-    """The largest relative difference of losses, norms, gradients, weights, moments; and where."""
-    results = []
-    for kind in ("losses", "norms"):
-        pairs = zip(getattr(found, kind), getattr(wanted, kind), strict=True)
-        results += [(abs(a - b) / abs(b), f"{kind} of step {i}") for i, (a, b) in enumerate(pairs)]
-    steps = enumerate(zip(found.gradients, wanted.gradients, strict=True))
-    tensors = [(f"gradient of step {i}", *pair) for i, pair in steps]
-    for kind in ("weights", "first", "second"):
-        tensors.append((kind, getattr(found, kind), getattr(wanted, kind)))
-    for kind, have, want in tensors:
-        worst, name = bridge.worst_difference(have, want, floor=floor)
-        results.append((worst, f"{kind} {name}"))
-    return max(results)
+def first_difference(cell: Cell) -> str | None:
+    """The first quantity of a step, in the order of computing, that is not the reference's."""
+    parts, wanted = [held for (held,) in run_ranks(train_here, cell.world, [cell])], reference(cell)
+    found = joined(parts)
+    differences = {
+        "loss": relative(found.losses[0], wanted.losses[0]),
+        "gradients": bridge.worst_difference(found.gradients[0], wanted.gradients[0])[0],
+        "norm": relative(found.norms[0], wanted.norms[0]),
+        "weights": bridge.worst_difference(found.weights, wanted.weights)[0],
+        "anything": difference(found, wanted)[0],
+        "copies": float(len(unequal(parts))),
+    }
+    return next((name for name, x in differences.items() if x > 1e-9), None)

@@ -145,14 +145,34 @@ def logits(document: Document, w: Weights, d: Description, drop: Drop = keep) ->
     return torch.stack([head @ norm(x, w, "norm", d.norm, d.eps) for x in rows])
 
 
+@dataclass(frozen=True)
+class Aim:
+    """What is made small: the cross-entropy with labels smoothed by ε, plus ζ (log Σ exp z)²."""
+
+    smoothing: float = 0.0
+    z: float = 0.0
+
+
 def loss_sum(document: Document, w: Weights, d: Description, drop: Drop = keep) -> Tensor:
     """Σ weight · (log Σ exp z - z[label]) over the document's tokens."""
-    total = torch.zeros((), dtype=torch.float64)
+    return loss_sums(document, w, d, Aim(), drop)[0]
+
+
+def loss_sums(
+    document: Document, w: Weights, d: Description, aim: Aim, drop: Drop = keep
+) -> tuple[Tensor, Tensor]:
+    """Σ weight · the cross-entropy of (1-ε) · label + ε · uniform; Σ weight · ζ (log Σ exp z)²."""
+    total, squares = torch.zeros(2, dtype=torch.float64)
     z = logits(document, w, d, drop)
     for row, label, weight in zip(z, document.labels, document.weights, strict=True):
         top = row.max()
-        total = total + weight * (top + torch.log(torch.exp(row - top).sum()) - row[label])
-    return total
+        log_sum = top + torch.log(torch.exp(row - top).sum())
+        share = aim.smoothing / row.shape[0]  # of every token; the label has the rest besides
+        surprises = [log_sum - x for x in row]
+        smoothed = share * sum(surprises) + (1 - aim.smoothing) * surprises[label]
+        total = total + weight * smoothed
+        squares = squares + weight * aim.z * log_sum * log_sum
+    return total, squares
 
 
 def gradients(

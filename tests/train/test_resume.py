@@ -78,6 +78,21 @@ def test_resuming_on_other_numbers_of_ranks(
     assert_same_state(newest(tmp_path / "run"), newest(undisturbed), tolerance=1e-12)
 
 
+def test_resuming_in_other_layouts(tmp_path: Path, config: Path, undisturbed: Path) -> None:
+    """257 tokens: padded to 272 on 2 ranks, uneven on 3; files hold those that are real."""
+    padded = ["--parallel.vocab_multiple=8", "--parallel.sp=true"]
+    for steps, n, layout in (
+        (3, 1, []),
+        (6, 4, ["--parallel.tp=2", *padded]),
+        (8, 3, ["--parallel.tp=3", "--parallel.recompute=layer"]),
+        (10, 1, ["--parallel.vocab_multiple=4"]),
+    ):
+        run(["train", config, f"--train.steps={steps}", *layout], n)
+        assert tensors(newest(tmp_path / "run"))["head.weight"].shape == (257, 16)
+    np.testing.assert_allclose(curve(tmp_path / "run"), curve(undisturbed), rtol=1e-12)
+    assert_same_state(newest(tmp_path / "run"), newest(undisturbed), tolerance=1e-11)
+
+
 def test_the_weights_are_those_that_were_saved(tmp_path: Path, config: Path) -> None:
     """The first loss after a resume is that of the saved weights; a fresh start would show ln v."""
     run(["train", config, "--optim.lr=0.05", "--train.steps=8"])
