@@ -11,7 +11,7 @@ from penteract.collectives import all_reduce_
 from penteract.mesh import Axis
 from penteract.parallel.buffers import Buffers
 
-RUN = 1 << 16  # elements
+RUN = 1 << 12  # elements
 
 
 def gradient_norm(buffers: Buffers, axes: Mapping[str, Axis]) -> Tensor:

@@ -28,6 +28,7 @@ from penteract.verify.verify import (
     Dtype,
     Result,
     Trained,
+    limits_of,
     prepare,
     size_warning,
     train_reference,
@@ -72,7 +73,7 @@ def verify_config(config: Config, texts: Sequence[str], options: Options, *, sma
     for layout in layouts:
         results.append(verify_layout(layout, trained))
         _say(_progress(results[-1], f"{len(results)} of {len(layouts)}"))
-    _print(report.table(results, tolerance(options.dtype)))
+    _print(report.table(results, limits_of(config)))
     _print(report.bytes_table(results, options.formula))
     _print(report.differences(results))
     _write(options.json, report.reference_entry(config, trained), results)
@@ -97,7 +98,8 @@ def verify_random(cases: int, seed: int, max_world: int, options: Options) -> in
             repeats.append(_repeat(file, case, options))
             _say(f"{result.first_difference}\nto repeat it: {repeats[-1]}")
     failed = [result for result in results if not result.verdict.ok]
-    _print(report.table(failed, tolerance(options.dtype)) if failed else [])
+    limits = tolerance(options.dtype, steps=options.steps)  # the models are small
+    _print(report.table(failed, limits) if failed else [])
     _print(report.differences(failed))
     _print(f"to repeat: {command}" for command in repeats)
     _print(report.fuzz_summary(results, refusals, options.formula))

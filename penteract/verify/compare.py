@@ -10,6 +10,7 @@ from penteract.checkpoint.cover import subtract_all
 from penteract.placement import Box, whole
 from penteract.verify.gaps import FLOOR, Array, relative, scales
 from penteract.verify.measure import Measured, Part, Reference, Tensors, holders
+from penteract.verify.tolerances import Limits
 
 Sent = dict[str, dict[str, int]]  # axis, call: bytes
 
@@ -38,7 +39,7 @@ class Verdict:
     sent: Sequence[Sent] = field(default_factory=list)  # of each rank, in the last step
 
 
-def judge(reference: Reference, ranks: Sequence[Measured], tolerance: float) -> Verdict:
+def judge(reference: Reference, ranks: Sequence[Measured], limits: Limits) -> Verdict:
     """The verdict on what the ranks of a layout measured."""
     losses, norms = (
         [_scalar(rank, wanted, name) for rank in ranks]
@@ -47,12 +48,12 @@ def judge(reference: Reference, ranks: Sequence[Measured], tolerance: float) -> 
     gradients = [list(faults(reference, ranks, "gradients", i)) for i in _steps(reference)]
     weights = [list(faults(reference, ranks, "weights", i)) for i in range(len(reference.weights))]
     worst = max((f for found in gradients for f in found), key=lambda f: f.relative, default=None)
-    steps = [0.0 if not weights else max((f.relative for f in weights[0]), default=0.0)]
+    bad = [0] if any(f.relative > limits.weights for f in weights[0]) else []
     for i in _steps(reference):
-        here = [r[i] for r in losses + norms]
-        here += [f.relative for f in gradients[i] + weights[i + 1]]
-        steps.append(max(here))
-    bad = [step for step, size in enumerate(steps) if size > tolerance]
+        here = [r[i] > limits.loss for r in losses] + [r[i] > limits.norm for r in norms]
+        here += [f.relative > limits.gradients for f in gradients[i]]
+        here += [f.relative > limits.weights for f in weights[i + 1]]
+        bad += [i + 1] if any(here) else []
     return Verdict(
         loss=max(max(r) for r in losses),
         gradients=worst.relative if worst else 0.0,

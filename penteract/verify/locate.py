@@ -15,6 +15,7 @@ import numpy as np
 from penteract.verify.compare import Fault, faults, relative_scalar
 from penteract.verify.gaps import Array, distance, gap, in_words, relative, scales, whole_factor
 from penteract.verify.measure import Measured, Reference
+from penteract.verify.tolerances import Limits
 from penteract.verify.trace import Key, Record, Trace
 
 WHAT: tuple[Literal["outputs"], Literal["gradients"]] = ("outputs", "gradients")
@@ -24,7 +25,7 @@ def locate(
     reference: Reference,
     ranks: Sequence[Measured],
     step: int,
-    tolerance: float,
+    limits: Limits,
     traces: tuple[Trace, Sequence[Trace]] | None,
 ) -> str:
     """Where the first difference is, of step `step`, in the order of the computation.
@@ -33,27 +34,29 @@ def locate(
     """
     sizes = ranks[0].sizes
     if step == 0:
-        return _first(faults(reference, ranks, "weights", 0), tolerance, "initial weights of", "")
+        return _first(
+            faults(reference, ranks, "weights", 0), limits.weights, "initial weights of", ""
+        )
     assert traces is not None
     at, i = f", step {step}", step - 1
-    outputs, gradients = (Beside(*traces, what, tolerance, sizes) for what in WHAT)
+    outputs, gradients = (Beside(*traces, what, limits.gradients, sizes) for what in WHAT)
     names = _names(list(traces[0].outputs))
     for key in traces[0].outputs:
         if said := outputs.differs(key):
             return f"activation of {names[key]}, {said[0]}{at}: {said[1]}"
-    if said := _scalar_words(reference.losses[i], [r.losses[i] for r in ranks], tolerance, sizes):
+    if said := _scalar_words(reference.losses[i], [r.losses[i] for r in ranks], limits.loss, sizes):
         return f"loss, {said[0]}{at}: {said[1]}"
     by_name = {f.tensor: f for f in faults(reference, ranks, "gradients", i)}
     for entry in _backward_order(traces[0], by_name):
         if isinstance(entry, tuple):
             if said := gradients.differs(entry):
                 return f"gradient of the output of {names[entry]}, {said[0]}{at}: {said[1]}"
-        elif by_name[entry].relative > tolerance:
+        elif by_name[entry].relative > limits.gradients:
             return _sentence("gradient of", by_name[entry], at)
-    if said := _scalar_words(reference.norms[i], [r.norms[i] for r in ranks], tolerance, sizes):
+    if said := _scalar_words(reference.norms[i], [r.norms[i] for r in ranks], limits.norm, sizes):
         return f"gradient norm, {said[0]}{at}: {said[1]}"
     updated = faults(reference, ranks, "weights", step)
-    return _first(updated, tolerance, "weights after the step of", at)
+    return _first(updated, limits.weights, "weights after the step of", at)
 
 
 def _first(found: Iterator[Fault], tolerance: float, what: str, at: str) -> str:

@@ -12,6 +12,7 @@ from penteract.config import Config
 from penteract.config_file import to_dict
 from penteract.grid import Grid
 from penteract.verify.compare import Sent
+from penteract.verify.tolerances import Limits
 from penteract.verify.verify import Result, Trained
 
 # (configuration, grid, rank) -> what the documentation says that the rank sends in a step.
@@ -62,7 +63,7 @@ def most_sent(result: Result) -> Sent:
     }
 
 
-def table(results: Sequence[Result], limit: float) -> Iterator[str]:
+def table(results: Sequence[Result], limits: Limits) -> Iterator[str]:
     """A line for each layout, under a heading."""
     width = max((len(r.layout.text) for r in results), default=0)
     width = min(max(width, len("layout")), 40)
@@ -79,7 +80,7 @@ def table(results: Sequence[Result], limit: float) -> Iterator[str]:
             f"{'equal' if v.ok else 'DIFFERS'}"
         )
     yield ""
-    yield f"Relative differences from one process, worst of all ranks and steps; equal: {limit:g}."
+    yield f"Relative differences from one process, worst of all ranks and steps; equal: {limits}."
 
 
 def bytes_table(results: Sequence[Result], formula: Formula) -> Iterator[str]:

@@ -31,7 +31,7 @@ from penteract.verify.layouts import Layout, reference
 from penteract.verify.locate import locate
 from penteract.verify.measure import Measured, Reference, measure
 from penteract.verify.measure import reference as train_alone
-from penteract.verify.tolerances import tolerance
+from penteract.verify.tolerances import Limits, tolerance
 from penteract.verify.trace import trace
 
 LEAST_EPS = 1e-4
@@ -125,6 +125,12 @@ def verify_layout(layout: Layout, trained: Trained) -> Result:
     return Result(layout, verdict, said or None, time.perf_counter() - began)
 
 
+def limits_of(config: Config) -> Limits:
+    """The largest relative differences at which a layout of `config` counts as equal."""
+    model, train = config.model, config.train
+    return tolerance(train.dtype, layers=model.layers, hidden=model.hidden, steps=train.steps)
+
+
 def patience_s(layout: Layout, trained: Trained) -> float:
     """How long a layout may take before it counts as hanging: ranks share few cores."""
     return 60.0 + 30.0 * layout.world * trained.seconds
@@ -132,10 +138,10 @@ def patience_s(layout: Layout, trained: Trained) -> float:
 
 def _compared(layout: Layout, wanted: Reference, timeout_s: float) -> tuple[Verdict, str]:
     config, grid = layout.config, layout.grid
-    limit, steps = tolerance(config.train.dtype), len(wanted.losses)
+    limits, steps = limits_of(config), len(wanted.losses)
     arguments = (config, grid, steps, wanted)
     ranks: list[Measured] = run_ranks(measure, layout.world, *arguments, timeout_s=timeout_s)
-    verdict = judge(wanted, ranks, limit)
+    verdict = judge(wanted, ranks, limits)
     if verdict.step is None:
         return verdict, ""
     traces = None
@@ -144,7 +150,7 @@ def _compared(layout: Layout, wanted: Reference, timeout_s: float) -> tuple[Verd
         (first,) = run_ranks(trace, 1, alone, Grid(1), verdict.step, timeout_s=timeout_s)
         ranks_of = (config, grid, verdict.step)
         traces = (first, run_ranks(trace, layout.world, *ranks_of, timeout_s=timeout_s))
-    return verdict, locate(wanted, ranks, verdict.step, limit, traces)
+    return verdict, locate(wanted, ranks, verdict.step, limits, traces)
 
 
 def failure_line(error: Exception) -> str:

@@ -140,7 +140,7 @@ def test_shrinking_and_other_types(
     assert main(["verify", config, *words]) == 0
     said = capsys.readouterr()
     assert "model.hidden 300 -> 8" in said.err
-    assert "equal: 0.0001" in said.out
+    assert "equal: loss 1e-06, gradients 0.00015" in said.out
     found = written(tmp_path)
     assert found["reference"]["train"]["dtype"] == "float32"
     assert len(found["reference"]["loss"]) == 1
