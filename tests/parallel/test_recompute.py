@@ -126,7 +126,7 @@ def test_every_nth_layer_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [ran.count(block) for block in blocks] == times, kinds
 
 
-@pytest.mark.parametrize("kind", ["layers", "atention", "layer/0", "layer/-1", "core/2", "layer/"])
+@pytest.mark.parametrize("kind", ["layers", "attn", "layer/0", "layer/-1", "core/2", "layer/"])
 def test_a_kind_that_names_nothing_is_refused(kind: str) -> None:
     values = {"model": SPLIT_MODELS["llama"], "train": {"steps": 1}}
     with pytest.raises(ConfigError, match=r"parallel\.recompute.*layer, attention, mlp, core"):
