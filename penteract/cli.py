@@ -59,6 +59,10 @@ def _verdict(error: Exception) -> tuple[int, str]:
         return 1 if isinstance(error, SaveError) else 2, f"penteract: {error}"
     if isinstance(error, FILE_ERRORS) and error.filename:
         return 2, f"penteract: {error.filename}: {error.strerror}"
+    from penteract.train.nonfinite import NonFiniteError
+
+    if isinstance(error, NonFiniteError):
+        return 1, f"penteract: {error}"
     return 1, "".join(traceback.format_exception(error))
 
 
@@ -173,6 +177,8 @@ def verify(arguments: argparse.Namespace) -> int:
         raise UserError('verify needs at least one layout, such as --layout "tp=2,dp=2"')
     given = {word.split("=")[0] for word in arguments.rest}  # --train.dtype does what --dtype does
     if arguments.dtype is None and "--train.dtype" in given:
+        if config.train.dtype == "float16":
+            raise UserError("verify compares float64, float32 and bfloat16, not float16")
         common = replace(common, dtype=config.train.dtype)
     if arguments.steps is None and "--train.steps" in given:
         common = replace(common, steps=config.train.steps or 2)

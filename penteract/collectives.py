@@ -46,10 +46,12 @@ from penteract.wire import (
     exchange_sizes,
     own_part,
     start_all_gather,
+    start_all_gather_into,
     start_all_reduce,
     start_all_reduce_,
     start_all_to_all,
     start_reduce_scatter,
+    start_reduce_scatter_,
     start_shift,
     whole_sizes,
 )
@@ -78,10 +80,12 @@ __all__ = [
     "shift",
     "split",
     "start_all_gather",
+    "start_all_gather_into",
     "start_all_reduce",
     "start_all_reduce_",
     "start_all_to_all",
     "start_reduce_scatter",
+    "start_reduce_scatter_",
     "start_shift",
 ]
 

@@ -11,46 +11,25 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from penteract.config_values import (
+    RECOMPUTE,
+    Count,
+    Fraction,
+    Natural,
+    Positive,
+    Real,
+    Recompute,
+)
 from penteract.errors import UserError
-from penteract.layout_rules import check_layout, divisors
+from penteract.layout_rules import check_layout, check_replicas, divisors
 
 
 class ConfigError(UserError):
     """The user's configuration is wrong; the message says what, why, and what works."""
 
-
-def _not_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("should be a number, not true or false")
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_not_bool), Field(gt=0, lt=2**53)]
-Natural = Annotated[int, BeforeValidator(_not_bool), Field(ge=0, lt=2**53)]
-Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
-Positive = Annotated[Real, Field(gt=0)]
-Fraction = Annotated[Real, Field(ge=0, lt=1)]
-
-RECOMPUTE = ("layer", "attention", "mlp", "core")
-
-
-def _recompute(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-def _recompute_kind(value: str) -> str:
-    kind, slash, n = value.partition("/")
-    if kind not in RECOMPUTE or (slash and not (kind == "layer" and n.isdecimal() and int(n))):
-        raise ValueError(f"should be one of {', '.join(RECOMPUTE)}, or layer/N")
-    return value
-
-
-Recompute = Annotated[
-    tuple[Annotated[str, AfterValidator(_recompute_kind)], ...], BeforeValidator(_recompute)
-]
 
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -116,6 +95,12 @@ class ParallelConfig:
     )
     """What backward computes again rather than keeps: layer, layer/N (every N-th), or some of
     attention, mlp, core (attention without its projections)."""
+    zero: Annotated[Natural, Field(le=3)] = Field(default=0, examples=[0, 1, 2, 3])
+    """What the data ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    replicas: Count = Field(default=1, examples=[1, 2])
+    """Into how many groups the data ranks are split that each hold all that zero shares out."""
+    dp_overlap: bool = Field(default=True, examples=[True, False])
+    """Reduce gradients while backward goes on, and gather parameters while forward does."""
     tp_overlap: bool = Field(default=True, examples=[True, False])
     """Send input gradients while weight gradients are computed."""
     vocab_multiple: Count = Field(default=1, examples=[1, 4])
@@ -160,11 +145,27 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class RuleConfig:
+    """How some tensors are trained unlike the others; of several rules the first that matches."""
+
+    match: str
+    """Shell pattern over logical names, such as layers.*.attention.*; * crosses dots."""
+    lr: Positive = 1.0
+    """Factor of the learning rate."""
+    weight_decay: Annotated[Real, Field(ge=0)] | None = None
+    """Instead of optim.weight_decay, whatever the tensor is."""
+    freeze: bool = False
+    """Never change them; they have no gradient and no optimizer state."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    name: Literal["adamw", "sgd", "lion", "muon"] = Field(
+        default="adamw", examples=["adamw", "sgd", "lion", "muon"]
+    )
+    """The optimizer; muon is for the matrices of blocks, with adamw for everything else."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     min_lr: Annotated[Real, Field(ge=0)] = 0.0
@@ -180,11 +181,21 @@ class OptimConfig:
     weight_decay: Annotated[Real, Field(ge=0)] = 0.1
     """Decay of weight matrices and embeddings; norms and biases never decay."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Adam's averaging factors."""
+    """Averaging factors of adamw and lion."""
+    momentum: Fraction | None = None
+    """Averaging factor of sgd (0.9 unless given) and of muon (0.95)."""
     eps: Positive = 1e-8
-    """Adam's epsilon."""
+    """Adam's epsilon; muon adds it to the norm it divides by, lion's sign is a slope below it."""
     clip: Annotated[Real, Field(ge=0)] = Field(default=1.0, examples=[0.0, 0.01])
     """Largest global gradient norm; 0 switches clipping off."""
+    clip_norm: Literal["2", "inf"] = Field(default="2", examples=["2", "inf"])
+    """Which norm clip limits and the log shows: 2, or inf for the largest magnitude."""
+    loss_scale: Positive = 65536.0
+    """The first scale of the loss in float16; it falls and rises by itself."""
+    loss_scale_every: Count = 1000
+    """Good steps in a row before the loss scale doubles."""
+    rules: tuple[RuleConfig, ...] = ()
+    """Tables [[optim.rules]]: what is frozen, or has a learning rate or decay of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -199,8 +210,12 @@ class TrainConfig:
     """Sequences a data rank and forward."""
     ramp: tuple[tuple[Count, Count], ...] = ()
     """Smaller batches at the start: [[100, 8], [300, 16]] is 8 through step 100, 16 through 300."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of weights and activations; bfloat16 keeps float32 masters."""
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Of weights and activations; 16-bit types keep float32 masters, float16 scales the loss."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """After a NaN or an infinity in loss or gradient: stop, or skip the update and go on."""
+    max_skips: Natural = 20
+    """Stop after so many skipped updates in a row."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes CUDA where it is."""
     seed: Natural = 0
@@ -353,7 +368,14 @@ def _resolve_optim(optim: OptimConfig, steps: int) -> OptimConfig:
             f"{rise} = {needed} is longer than optim.decay = {decay}: it can be at most {decay}, "
             f"or optim.decay at least {needed}"
         )
-    return dataclasses.replace(optim, decay=decay, cooldown=cooldown)
+    momentum = optim.momentum
+    if optim.name in ("sgd", "muon"):
+        momentum = {"sgd": 0.9, "muon": 0.95}[optim.name] if momentum is None else momentum
+    elif momentum is not None:
+        raise ConfigError(
+            f"optim.momentum = {momentum} is for sgd and muon; {optim.name} has optim.betas"
+        )
+    return dataclasses.replace(optim, decay=decay, cooldown=cooldown, momentum=momentum)
 
 
 def _nearest_multiples(n: int, of: int) -> str:
@@ -366,6 +388,7 @@ def check_world(parallel: ParallelConfig, world: int) -> None:
     """Every rule that joins the layout with the number of ranks. Raises UserError."""
     sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep", "etp")}
     check_layout(world, sizes, parallel.order)
+    check_replicas(parallel.replicas, dp=world // (parallel.tp * parallel.cp * parallel.pp))
     for axis in ("cp", "pp", "ep"):
         if (size := getattr(parallel, axis)) != 1:
             raise ConfigError(

@@ -11,7 +11,11 @@ import torch.distributed as dist
 
 from penteract.grid import PRINTED_GROUPS, Grid
 
-AXES = (*PRINTED_GROUPS, "world")  # also the one global order in which groups are created
+AXES = (
+    *PRINTED_GROUPS,
+    "tp-dp-cp",
+    "world",
+)  # also the one global order in which groups are created
 
 
 class Traffic:
@@ -55,7 +59,7 @@ class Mesh:
     axes: Mapping[str, Axis]
 
     def axis(self, name: str) -> Axis:
-        """One of tp cp dp pp tp-cp dp-cp etp ep edp etp-ep world tied; KeyError otherwise."""
+        """One of `AXES`, or "tied"; KeyError otherwise."""
         return self.axes[name]
 
 
@@ -63,9 +67,10 @@ def create_mesh(grid: Grid, rank: int, *, timeout: timedelta | None = None) -> M
     """Create this rank's process groups, in the same order on every rank, and return its axes.
 
     Needs the default process group of `grid.world` ranks unless the world is 1. A group of one rank
-    is none; a group of the whole world is the default group; a fusion with one axis larger than 1
-    is that axis' group. Axes of the two grids do not share a communicator otherwise, since their
-    messages may be in flight at once. `timeout` bounds each collective; None is the backend's own.
+    is none; a group of the whole world is the default group; a fusion with the ranks of one of its
+    parts has that part's group. Axes of the two grids do not share a communicator otherwise, since
+    their messages may be in flight at once. `timeout` bounds each collective; None is the
+    backend's own.
     Raises ValueError where the default process group has another size or rank.
     """
     if grid.world > 1:
@@ -79,11 +84,34 @@ def create_mesh(grid: Grid, rank: int, *, timeout: timedelta | None = None) -> M
         if len(ranks) == grid.world > 1:
             group = dist.group.WORLD
         elif len(ranks) > 1:
-            same = [axes[p].group for p in name.split("-") if p != name and axes[p].ranks == ranks]
+            within = set(name.split("-"))
+            parts = (a for p, a in axes.items() if set(p.split("-")) < within)
+            same = [part.group for part in parts if part.ranks == ranks]
             group = same[0] if same else _new_group(name, ranks, timeout)
         axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, group)
     axes["tied"] = _tied_axis(axes["pp"], rank, timeout)
     return Mesh(grid, rank, axes)
+
+
+def split_axis(axis: Axis, parts: int) -> tuple[Axis, Axis]:
+    """`axis` cut into `parts` runs of ranks: the axis inside a run, and the one across the runs.
+
+    All ranks of the world call it together. What is sent over either counts as sent over `axis`.
+    Raises ValueError where `parts` does not divide the size.
+    """
+    if axis.size % parts:
+        raise ValueError(f"{axis.name} of {axis.size} ranks cannot be cut into {parts} equal parts")
+    n = axis.size // parts
+    run, place = divmod(axis.rank, n)
+    inside, across = axis.ranks[run * n : (run + 1) * n], axis.ranks[place::n]
+    return _part(axis, inside, place), _part(axis, across, run)
+
+
+def _part(axis: Axis, ranks: tuple[int, ...], rank: int) -> Axis:
+    group = None
+    if len(ranks) > 1:
+        group = axis.group if ranks == axis.ranks else _new_group(axis.name, ranks, None)
+    return Axis(axis.name, len(ranks), rank, ranks, group, axis.traffic)
 
 
 def _tied_axis(pp: Axis, rank: int, timeout: timedelta | None) -> Axis:

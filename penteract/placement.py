@@ -236,6 +236,7 @@ class Placement:
     axes: Mapping[str, AxisUse]
     init: Init
     decay: bool  # whether weight decay applies
+    matrix: bool = False  # a linear map, which an optimizer may treat as a whole (Muon)
 
     def __post_init__(self) -> None:
         uses = ("split", "replicated", "partial")

@@ -22,7 +22,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from penteract.placement import Box, Placement, row_strides, whole
+from penteract.placement import Box, Fragment, Init, Placement, row_strides, whole
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -176,16 +176,20 @@ def initialise(parameter: Tensor, placement: Placement, seed: int) -> None:
             f"parameter of shape {tuple(parameter.shape)} does not have its placement's shape "
             f"{placement.shape}"
         )
-    init = placement.init
     if sum(piece.box.numel for piece in placement.pieces) < placement.numel:
         parameter.zero_()
-    for piece in placement.pieces:
-        extra = len(piece.at) - len(piece.shape)
-        view = parameter[piece.at[:extra] + piece.local.slices()[extra:]]
-        if init.kind == "normal":
-            fill_box(view, seed, piece.tensor, shape=piece.shape, box=piece.box, std=init.scale)
-        else:
-            view.fill_({"ones": 1.0, "zeros": 0.0, "constant": init.scale}[init.kind])
+    for fragment in placement.fragments():
+        view = parameter[fragment.local.slices()].view(fragment.box.size)
+        fill(view, fragment, placement.init, seed)
+
+
+@torch.no_grad()
+def fill(out: Tensor, fragment: Fragment, init: Init, seed: int) -> None:
+    """Overwrite `out`, which holds a fragment of a logical tensor, with its start values."""
+    if init.kind == "normal":
+        fill_box(out, seed, fragment.tensor, shape=fragment.shape, box=fragment.box, std=init.scale)
+    else:
+        out.fill_({"ones": 1.0, "zeros": 0.0, "constant": init.scale}[init.kind])
 
 
 def _threshold(probability: float) -> int:

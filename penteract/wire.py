@@ -123,6 +123,48 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sizes = None
     return Pending(works, finish)
 
 
+def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Begin joining equal flat parts into the contiguous `out`. Touch neither until `wait()`."""
+    if axis.size == 1:
+        return done(out.copy_(x))
+    axis.traffic.add("all_gather", (axis.size - 1) * _bytes(x))
+    work = compat.all_gather_into(out, x.detach(), axis.group)
+    return Pending([work], lambda: out)
+
+
+def start_reduce_scatter_(x: Tensor, axis: Axis) -> Pending:
+    """Begin summing this rank's of the equal parts of the flat `x` over `axis`, in place.
+
+    The result is that part; the others hold nothing of use then. Touch none until `wait()`.
+    """
+    n, rank = axis.size, axis.rank
+    if n == 1:
+        return done(x)
+    parts = x.detach().view(n, -1).unbind(0)
+    own = parts[rank]
+    axis.traffic.add("reduce_scatter", (n - 1) * _bytes(own))
+    if not compat.sums_are_ours(x):
+        return Pending([compat.reduce_scatter_into(own, x, axis.group)], lambda: own)
+    # An all-to-all would copy the own part too, and a sum into new memory fault its pages in.
+    came = list(torch.empty_like(x).view(n, -1).unbind(0))
+    messages: list[dist.P2POp] = []
+    for r in (r for r in range(n) if r != rank):
+        messages.append(dist.P2POp(dist.isend, parts[r], axis.ranks[r], axis.group))
+        messages.append(dist.P2POp(dist.irecv, came[r], axis.ranks[r], axis.group))
+    works = dist.batch_isend_irecv(messages)
+
+    def total() -> Tensor:
+        came[rank] = own  # in rank order
+        if n == 2 and _sum_dtype(x) == x.dtype:
+            return torch.add(came[0], came[1], out=own)
+        result = came[0].to(_sum_dtype(x)) + came[1]
+        for part in came[2:]:
+            result += part
+        return own.copy_(result)
+
+    return Pending(works, total)
+
+
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sizes = None) -> Pending:
     """Begin summing `x` over `axis` for this rank's part along `dim`; sizes as in
     `reduce_scatter`.

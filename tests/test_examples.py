@@ -17,6 +17,7 @@ from torch import nn
 from penteract.config import Config, ModelConfig, OptimConfig, TrainConfig, resolve
 from penteract.grid import Grid
 from penteract.mesh import create_mesh
+from penteract.parallel.buckets import Sharding
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import adopt, declared_parameters
 from penteract.testing import run_ranks, world_axis
@@ -176,7 +177,7 @@ def test_what_has_a_placement_and_values_keeps_them() -> None:
     assert [entry.placement.decay for entry in declared_parameters(model)] == [
         v.dim() >= 2 for v in sorted_like(model, values)
     ]
-    Buffers(model, world_axis("dp-cp"), seed=0)
+    Buffers(model, Sharding.whole(world_axis("dp-cp")), seed=0)
     for parameter, value in zip(model.parameters(), values, strict=True):
         assert torch.equal(parameter, value)
 
@@ -188,11 +189,7 @@ def sorted_like(model: nn.Module, values: list[torch.Tensor]) -> list[torch.Tens
 
 
 def test_what_cannot_be_trained_is_named() -> None:
-    frozen = nn.Linear(2, 2)
-    frozen.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match="parameter bias does not require gradients"):
-        adopt(frozen)
     with pytest.raises(ValueError, match=r"module 1 has the saved buffer running_mean"):
         adopt(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     with pytest.raises(ValueError, match=r"weight has no placement"):
-        Buffers(nn.Linear(2, 2), world_axis("dp-cp"), seed=0)
+        Buffers(nn.Linear(2, 2), Sharding.whole(world_axis("dp-cp")), seed=0)

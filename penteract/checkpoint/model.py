@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from penteract.config_file import from_dict
 from penteract.families import model_spec
 from penteract.mesh import single
 from penteract.nn.model import Stage
+from penteract.parallel.buckets import Slot
 from penteract.parallel.parameters import declared_parameters
 from penteract.parallel.tensor import TensorParallel
-from penteract.placement import Placement
+from penteract.placement import Fragment, Placement
 
 # Tensors of a run that are not its weights stand under these prefixes.
-STATE_PREFIXES = ("master/", "exp_avg/", "exp_avg_sq/")
+STATE_PREFIXES = ("master/", "exp_avg/", "exp_avg_sq/", "momentum/")
 
 
 def boxes(prefix: str, placement: Placement, stored: Tensor) -> Iterator[tuple[Shard, Tensor]]:
@@ -30,6 +31,15 @@ def boxes(prefix: str, placement: Placement, stored: Tensor) -> Iterator[tuple[S
     dtype = str(stored.dtype).removeprefix("torch.")
     for fragment in placement.fragments():
         view = stored[fragment.local.slices()].view(fragment.box.size)
+        yield Shard(prefix + fragment.tensor, fragment.shape, dtype, fragment.box), view
+
+
+def owned(
+    prefix: str, parts: Iterable[tuple[Slot, Fragment, Tensor]]
+) -> Iterator[tuple[Shard, Tensor]]:
+    """What a rank owns of a run, as boxes of logical tensors."""
+    for _, fragment, view in parts:
+        dtype = str(view.dtype).removeprefix("torch.")
         yield Shard(prefix + fragment.tensor, fragment.shape, dtype, fragment.box), view
 
 

@@ -10,7 +10,7 @@ layouts is intersecting boxes. All ranks compute the same plan from the same sha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penteract.checkpoint.cover import cut, cutting_dim, first_overlap, subtract_all
@@ -234,6 +234,41 @@ def compare(
                 found = f"{list(stored.shape)} {stored.dtype}"
                 lines.append(f"  {name}: checkpoint {found}, wanted {list(shape)} {dtype}")
     return lines
+
+
+def changed_state(
+    stored: Collection[str], wanted: Collection[str], prefixes: Sequence[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of state of tensors that have none on the other side: (stored ones, wanted ones).
+
+    State is what stands under `prefixes`. A frozen tensor has none, so these are the names to leave
+    out where some were frozen, or thawed, since. Tensors that lack only a part of their state, or
+    that one side does not know at all, are left to `compare`.
+    """
+
+    def tensor(name: str) -> str | None:
+        found = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        return None if found is None else name.removeprefix(found)
+
+    def alone(names: Collection[str], others: Collection[str]) -> frozenset[str]:
+        stateless = set(others) - {tensor(other) for other in others}
+        return frozenset(name for name in names if tensor(name) in stateless)
+
+    return alone(stored, wanted), alone(wanted, stored)
+
+
+def stored_as(
+    tensors: Mapping[str, StoredTensor], tensor: str, dtypes: Sequence[str]
+) -> tuple[str, str]:
+    """(name, dtype) of a weight in a checkpoint: itself or its master, the first of `dtypes`.
+
+    Its own name and the first of `dtypes` where neither is of any, for `compare` to refuse.
+    """
+    for dtype in dtypes:
+        for name in (tensor, f"master/{tensor}"):
+            if name in tensors and tensors[name].dtype == dtype:
+                return name, dtype
+    return tensor, dtypes[0]
 
 
 def load_plan(tensors: Mapping[str, StoredTensor], wanted: Sequence[Shard]) -> list[Read]:

@@ -107,9 +107,9 @@ class _HeadLoss(Operation):
         _to_gradient(ctx, logits, lse, d_losses, d_lse)
         dx, rows = input_gradient(logits, weight, x, ctx.head.tp, ctx.sizes)
         dw = None
-        if ctx.head.gradients is None:
+        if ctx.needs_input_grad[1] and ctx.head.gradients is None:
             dw = logits.t() @ rows
-        else:
+        elif ctx.needs_input_grad[1]:
             ctx.head.gradients.accumulate(
                 ctx.parameter,
                 lambda out, overwrite: write_product(logits.t(), rows, out, overwrite),
@@ -179,7 +179,7 @@ class Head(Layer):
                 f"head's {self.vocab}, not {len(weight)}: it sums over the other ranks' itself"
             )
 
-    def loss(
+    def forward(
         self,
         x: Tensor,
         batch: MicroBatch,

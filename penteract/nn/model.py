@@ -98,9 +98,14 @@ class Stage(nn.Module):
         for layer in self.layers:
             if isinstance(layer, Head):
                 assert stream is not None
-                return Output(None, layer.loss(stream, batch, scale, objective))
+                return Output(None, layer(stream, batch, scale, objective))
             stream = _apply(layer, stream, batch.tokens, batch.sequences, noise)
         return Output(stream, {})
+
+    @property
+    def units(self) -> Sequence[nn.Module]:
+        """The parts whose parameters are needed together, in the order of forward."""
+        return list(self.layers)
 
     def logits(
         self, tokens: Tensor, sequences: Sequences, caches: dict[str, Cache] | None = None

@@ -1,8 +1,13 @@
-"""The global gradient norm: every logical element once, whatever the layout."""
+"""What is measured of all gradients at once: every logical element once, whatever the layout.
+
+Own gradients are complete after `Buffers.finish`. A bucket's measure is reduced over the ranks that
+share out its ownership and over the axes that split its parameters; replicas count once. Gaps
+between parameters and padding hold zero.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,21 +19,23 @@ from penteract.parallel.buffers import Buffers
 RUN = 1 << 12  # elements
 
 
-def gradient_norm(buffers: Buffers, axes: Mapping[str, Axis]) -> Tensor:
-    """The 2-norm of all gradients, a scalar, the same on every rank; before clipping.
+def gradient_norm(buffers: Buffers, axes: Mapping[str, Axis], *, order: float = 2.0) -> Tensor:
+    """The norm of all gradients, a float64 scalar, the same on every rank; before clipping.
 
-    Gradients are whole after `Buffers.finish`: a buffer's squares are summed over the axes that
-    split its parameters, and counted once where they are replicated. Gaps between parameters hold
-    zero.
+    `order` is 2, or infinity for the largest magnitude. Not finite where a gradient is not.
     """
-    squares: dict[tuple[str, ...], Tensor] = {}
-    for buffer in buffers.buffers:
-        split_axes, square = buffer.split_axes, _square(buffer.gradient)
-        squares[split_axes] = squares.get(split_axes, 0) + square
-    for split_axes, square in squares.items():
-        for name in split_axes:
-            all_reduce_(square, axes[name])
-    return torch.stack(list(squares.values())).sum().sqrt()
+    if order == 2:
+        return _over_owners(buffers, axes, _square, "sum").sqrt()
+    assert order == float("inf"), f"no norm of order {order}"
+    return _over_owners(buffers, axes, _largest, "max")
+
+
+def count_zeros(buffers: Buffers, axes: Mapping[str, Axis]) -> Tensor:
+    """How many elements of all logical tensors have a gradient of exactly 0; an int64 scalar."""
+    pieces = (piece for slot in buffers.slots() for piece in slot.entry.placement.pieces)
+    shapes = {piece.tensor: piece.shape for piece in pieces}
+    total = sum(torch.Size(shape).numel() for shape in shapes.values())
+    return total - _over_owners(buffers, axes, torch.count_nonzero, "sum")
 
 
 def _square(flat: Tensor) -> Tensor:
@@ -45,3 +52,30 @@ def _square(flat: Tensor) -> Tensor:
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
     """What gradients are multiplied by: min(1, limit / (norm + 1e-6)); 1 where `limit` is 0."""
     return torch.ones_like(norm) if limit == 0 else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _largest(x: Tensor) -> Tensor:
+    largest = torch.linalg.vector_norm(x, float("inf")).double()
+    # Of a NaN and a number a reduction may keep the number; infinity wins everywhere.
+    return torch.where(largest.isnan(), float("inf"), largest)
+
+
+def _over_owners(
+    buffers: Buffers, axes: Mapping[str, Axis], measure: Callable[[Tensor], Tensor], op: str
+) -> Tensor:
+    """Sum or largest of every bucket's measure over all owners of something else."""
+    found: dict[tuple[str, ...], list[Tensor]] = {}
+    for bucket in buffers.buckets:
+        found.setdefault(bucket.kind.split_axes, []).append(measure(bucket.own_gradient))
+    parts = []
+    for split_axes, values in sorted(found.items()):
+        value = _joined(values, op)
+        for name in split_axes:
+            all_reduce_(value, axes[name], op)
+        parts.append(all_reduce_(value, buffers.sharding.shard, op))
+    return _joined(parts, op) if parts else torch.zeros((), dtype=torch.float64)
+
+
+def _joined(values: Sequence[Tensor], op: str) -> Tensor:
+    stacked = torch.stack(list(values))
+    return stacked.sum(0) if op == "sum" else stacked.amax(0)

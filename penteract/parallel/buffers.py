@@ -1,204 +1,277 @@
-"""Parameters and gradients in contiguous buffers; gradients are summed over the ranks once a step.
+"""Parameters and gradients in contiguous buffers, reduced while backward goes on: ZeRO 0 to 3.
 
-Parameters of one kind (same type, decay, and axes) lie one behind the other in one flat tensor and
-are views of it; their gradients lie the same way in a second one, their float32 masters in a third
-where the type is narrower. The optimizer, the norm and the checkpoint work on the flat tensors.
+The parameters of a model are laid out in buckets (`buckets`); each rank owns a slice of every
+bucket. ZeRO's stages are this one buffer with other owners and other lifetimes:
+
+| stage | a slice is | gradient of a bucket                  | parameters of a bucket           |
+|-------|------------|---------------------------------------|----------------------------------|
+| 0     | all of it  | kept, summed once a step              | kept                             |
+| 1     | an n-th    | kept, summed to its owners once       | kept, gathered after a step      |
+| 2     | an n-th    | of one micro-batch, summed to owners  | kept, gathered after a step      |
+| 3     | an n-th    | of one micro-batch, summed to owners  | gathered where used (`zero`)     |
 
 Whatever completes a gradient calls `ready(parameter)`: our linear layers through `accumulate`, and
-one hook for parameters that autograd accumulates. Parameters are laid out in the order in which
-backward reaches them, in buckets; when the last micro-batch has made the last parameter of a bucket
-ready, the bucket's all-reduce starts while backward goes on.
+one hook for parameters that autograd accumulates. When a bucket's last parameter is ready, its
+reduction starts. With replicas the slices have r owners each: sums go over the n ranks that share
+them out, then over the r that own the same.
 
-| what              | axis  | bytes a rank       | when                            | hidden behind |
-|-------------------|-------|--------------------|---------------------------------|---------------|
-| a gradient bucket | dp-cp | 2 (n-1)/n · bucket | last micro-batch, when complete | backward      |
-| those partial over tp | tp  | 2 (n-1)/n · them | at the end, one message | nothing |
-| parameters that came with values | dp-cp | them | once, at the start | nothing |
+| what                          | axis      | bytes a rank     | when              | hidden behind |
+|-------------------------------|-----------|------------------|-------------------|---------------|
+| a bucket's gradient, stage 1  | shard     | (n-1)/n · it     | last micro-batch  | backward      |
+| and in stages 2 and 3         | shard     | (n-1)/n · it     | every micro-batch | backward      |
+| its slice, and all in stage 0 | replicate | 2 (r-1)/r · it   | last micro-batch  | backward      |
+| its parameters, stages 1, 2   | shard     | (n-1)/n · it     | after a step      | next forward  |
+| own gradients partial over tp | tp        | 2 (tp-1)/tp · it | at the end, once  | nothing       |
+| parameters that had values    | both      | them             | at the start      | nothing       |
 
 What must hold: sums, never averages (the loss carries the global count); at least float32; every
-rank starts the same buckets in the same order.
+rank starts the same buckets in the same order. Source: Rajbhandari et al., arXiv:1910.02054.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from penteract import compat
-from penteract.collectives import all_reduce_, broadcast_, start_all_reduce_
+from penteract.collectives import (
+    Pending,
+    all_reduce_,
+    broadcast_,
+    start_all_gather_into,
+    start_all_reduce_,
+    start_reduce_scatter_,
+)
 from penteract.mesh import Axis
+from penteract.parallel.buckets import Bucket, Group, Sharding, Slot, lay_out, unit_numbers
 from penteract.parallel.parameters import Declared, Layer, Write, declared_parameters
-from penteract.random import initialise
+from penteract.parallel.zero import Gathering, absent
+from penteract.placement import Fragment
+from penteract.random import fill
 
-ALIGNMENT = 64  # elements; a parameter starts on a cache line whatever its type
-BUCKET_BYTES = 25 << 20
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type in which masters, moments and sums of `dtype` are kept."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-@dataclass(eq=False)
-class Bucket:
-    """A range of a buffer that is reduced in one message."""
-
-    gradient: Tensor  # flat view
-    slots: list[Slot] = field(default_factory=list)
-    pending: int = 0  # slots still to become ready
-
-
-@dataclass(eq=False)
-class Slot:
-    """One parameter's place in its buffer."""
-
-    entry: Declared
-    start: int  # offset in the flat tensors, elements
-    gradient: Tensor  # view of the flat gradient, of the parameter's shape
-    master: Tensor  # view of the flat master, of the parameter's shape
-    uses: int  # how often a backward completes it: 2 for a tied weight
-    bucket: Bucket
-    fresh: bool = True  # nothing written yet in this step
-    pending: int = 0  # completions still to come in the last micro-batch
-
-
-@dataclass(eq=False)
-class Buffer:
-    """Flat storage of all parameters of one kind."""
-
-    dtype: torch.dtype
-    decay: bool
-    split_axes: tuple[str, ...]
-    data: Tensor  # parameters
-    gradient: Tensor  # at least float32
-    master: Tensor  # the same tensor as data unless that is narrower than float32
-    slots: list[Slot] = field(default_factory=list)
-    buckets: list[Bucket] = field(default_factory=list)
-    more_axes: tuple[str, ...] = ()  # where gradients are partial besides the reduction axis
+# From stage 2 on so many buckets' gradients may be on their way: the sum of one hides behind the
+# computation of the next ones.
+IN_FLIGHT = 2
 
 
 class Buffers:
     """All parameters of a model in flat buffers, with their gradients' reduction.
 
-    A step is `begin`, backward passes with `last_micro_batch` before the last of them, `finish`.
-    `more_axes` are axes over which some gradients are partial too, such as those of a norm over
-    local heads, or on rows of a split stream, over tp; these few are summed in `finish`.
+    A step is `begin`; for every micro-batch `begin_backward`, a backward pass, `end_backward`; then
+    `finish`, an optimizer's update of the masters, and `publish`. `more_axes` are axes over which
+    some gradients are partial too, such as those of a norm over local heads, or on rows of a split
+    stream, over tp; these few are summed in `finish`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        reduce_axis: Axis,
+        sharding: Sharding,
         *,
         seed: int,
         device: torch.device | str = "cpu",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         more_axes: Sequence[Axis] = (),
+        group_of: Callable[[Declared], Group] = lambda entry: Group(),
     ) -> None:
-        self.axis = reduce_axis
+        self.sharding = sharding
         self.more_axes = {axis.name: axis for axis in more_axes}
-        self.buffers: list[Buffer] = []
-        self._work: list[Any] = []
-        self._started = 0  # buckets whose reduction has begun
-        self._last = False
+        self.units = list(getattr(model, "units", [model]))
+        self._in_flight: deque[tuple[Bucket, Pending, bool]] = deque()  # and whether it is the last
+        self._replicas: list[Pending] = []
+        self._started = 0  # buckets whose reduction has begun in this backward
+        self._reducing = self._last = False
         order = declared_parameters(model)[::-1]  # the order in which backward completes them
-        kinds: dict[tuple[Any, ...], list[Declared]] = {}
-        for entry in order:
-            p = entry.placement
-            more = tuple(sorted(set(p.partial_axes) - set(reduce_axis.name.split("-"))))
-            assert set(more) <= self.more_axes.keys(), f"{entry.name}: {p.partial_axes}"
-            kind = (entry.parameter.dtype, p.decay, p.split_axes, more)
-            kinds.setdefault(kind, []).append(entry)
-        for kind, entries in kinds.items():
-            values = [entry.parameter.detach() for entry in entries]
-            buffer = _allocate(entries, torch.device(device), bucket_bytes)
-            _fill(buffer, dict(zip(map(id, entries), values, strict=True)), seed, reduce_axis)
-            self.buffers.append(buffer)
-            self.buffers[-1].more_axes = kind[-1]
-        self._slots = {id(slot.entry.parameter): slot for slot in self.slots()}
-        rank_of = {id(entry.parameter): i for i, entry in enumerate(order)}
-        self._buckets = sorted(
-            (bucket for buffer in self.buffers for bucket in buffer.buckets),
-            key=lambda b: max(rank_of[id(slot.entry.parameter)] for slot in b.slots),
+        units = unit_numbers(model, order)
+        kinds = lay_out(order, units, sharding, group_of=group_of, bucket_bytes=bucket_bytes)
+        for kind in kinds:
+            unknown = set(kind.more_axes) - self.more_axes.keys()
+            names = [slot.entry.name for bucket in kind.buckets for slot in bucket.slots]
+            assert not unknown, f"{names[0]}: its gradient is partial over {unknown}"
+        place = {id(entry): i for i, entry in enumerate(order)}
+        self.all_buckets = sorted(
+            (bucket for kind in kinds for bucket in kind.buckets),
+            key=lambda b: max(place[id(slot.entry)] for slot in b.slots),
         )
+        self.kinds = [kind for kind in kinds if not kind.group.frozen]
+        self.buckets = [b for b in self.all_buckets if not b.kind.group.frozen]  # to be trained
+        for bucket in self.all_buckets:
+            _allocate(bucket, torch.device(device))
+            _fill(bucket, seed)
+        slots = [slot for bucket in self.all_buckets for slot in bucket.slots]
+        slots.sort(key=lambda slot: place[id(slot.entry)])
+        self._slots = {id(slot.entry.parameter): slot for slot in slots}
+        self._install(model)
+        self.gathering = (
+            Gathering(self.units, self.all_buckets, close=self._close)
+            if sharding.stage == 3
+            else None
+        )
+        self.publish()
+
+    def _install(self, model: nn.Module) -> None:
         for slot in self.slots():
             slot.entry.parameter.register_post_accumulate_grad_hook(self._autograd_hook)
         for module in model.modules():
             if isinstance(module, Layer):
                 module.gradients = self
+            mine = [self._slots[id(p)].bucket for p in module.parameters(recurse=False)]
+            if mine and self.sharding.shard.size > 1:
+                module.register_forward_pre_hook(_waiting(mine))
 
     def slots(self) -> Iterable[Slot]:
-        """Every parameter's slot, buffer after buffer."""
-        return (slot for buffer in self.buffers for slot in buffer.slots)
+        """The slot of every parameter that is trained, in the order of backward."""
+        return (s for s in self._slots.values() if not s.bucket.kind.group.frozen)
+
+    def owned(self, name: str) -> Iterator[tuple[Slot, Fragment, Tensor]]:
+        """This rank's slices of "master", "own_gradient" or "own_parameters", by parameters."""
+        buckets = self.all_buckets if name == "own_parameters" else self.buckets
+        for bucket in buckets:
+            yield from bucket.owned(getattr(bucket, name))
+
+    def held_bytes(self) -> tuple[int, int, int]:
+        """Bytes that this rank keeps for parameters, for gradients, and for masters besides."""
+        parameters = gradients = masters = 0
+        for bucket in self.all_buckets:
+            whole = bucket.parameters if bucket.kept else None
+            parameters += (bucket.own_parameters if whole is None else whole).nbytes
+            kept = bucket.gradient if self.sharding.stage < 2 else None
+            gradients += (bucket.own_gradient if kept is None else kept).nbytes
+            masters += 0 if bucket.master is bucket.own_parameters else bucket.master.nbytes
+        return parameters, gradients, masters
 
     # --- one step
 
     def begin(self) -> None:
         """Forget the last step's gradients. Nothing is zeroed: a step's first write overwrites."""
-        self._last, self._started = False, 0
+        for bucket in self.buckets:
+            bucket.summed = False
         for slot in self.slots():
-            slot.fresh = True
+            slot.fresh, slot.touched = True, False
 
-    def last_micro_batch(self) -> None:
-        """From here on a complete gradient is final: buckets are reduced as they fill."""
-        self._last = True
+    def begin_backward(self, *, last: bool) -> None:
+        """A backward follows; after the step's `last` one gradients are complete."""
+        each = self.sharding.stage >= 2
+        self._last, self._reducing, self._started = last, last or each, 0
         for slot in self.slots():
             slot.pending = slot.uses
-        for bucket in self._buckets:
+            slot.fresh = slot.fresh or each
+        for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
 
     def accumulate(self, parameter: nn.Parameter, write: Write) -> None:
         """Add the gradient of one use of `parameter`, computed by `write` into the buffer."""
         slot = self._slots[id(parameter)]
-        write(slot.gradient, slot.fresh)
-        slot.fresh = False
+        write(self._target(slot), slot.fresh)
+        slot.fresh, slot.touched = False, True
         self.ready(parameter)
 
     def ready(self, parameter: Tensor) -> None:
         """One use of `parameter` has its gradient in the buffer."""
         slot = self._slots[id(parameter)]
-        if not self._last:
+        if not self._reducing:
             return
         slot.pending -= 1
         assert slot.pending >= 0, f"{slot.entry.name}: complete more than {slot.uses} times"
         if slot.pending == 0:
+            assert slot.bucket.pending > 0, f"{slot.entry.name}: complete after its reduction began"
             slot.bucket.pending -= 1
-            self._start_complete()
+            if self.sharding.overlap:
+                self._start_complete()
+
+    def end_backward(self) -> None:
+        """The backward is over: what no micro-batch reached counts as zero and is reduced too."""
+        if not self._reducing:
+            return
+        for bucket in self.buckets[self._started :]:
+            bucket.pending = 0
+        self._start_complete()
+
+    def finish(self) -> list[str]:
+        """Wait until own gradients are the sums over the ranks; names of parameters without one."""
+        self._settle(0)
+        for work in self._replicas:
+            work.wait()
+        self._replicas.clear()
+        for name, axis in self.more_axes.items():
+            partial = [bucket for bucket in self.buckets if name in bucket.kind.more_axes]
+            _sum_together([bucket.own_gradient for bucket in partial], axis)
+        return [slot.entry.name for slot in self.slots() if not slot.touched]
+
+    def publish(self) -> None:
+        """Give every rank the parameters that the masters are now, rounded; wait where used."""
+        if self.gathering is not None:
+            self.gathering.drop()
+        for bucket in reversed(self.all_buckets):  # the order of the next forward
+            if bucket.master is not bucket.own_parameters:
+                bucket.own_parameters.copy_(bucket.master)
+            if bucket.parameters is not None and self.sharding.shard.size > 1:
+                bucket.gathering = start_all_gather_into(
+                    bucket.parameters, bucket.own_parameters, self.sharding.shard
+                )
+                if not self.sharding.overlap:
+                    bucket.wait()
+
+    def wait(self) -> None:
+        """Return once all parameters are those of the last step: before anyone else reads them."""
+        for bucket in self.all_buckets:
+            bucket.wait()
+
+    # --- reduction
 
     def _start_complete(self) -> None:
         # In one order on every rank, whatever a rank's own backward completes first.
-        while self._started < len(self._buckets) and not self._buckets[self._started].pending:
-            self._work.append(start_all_reduce_(self._buckets[self._started].gradient, self.axis))
+        while self._started < len(self.buckets) and not self.buckets[self._started].pending:
+            bucket = self.buckets[self._started]
+            for slot in bucket.slots:
+                if slot.fresh:
+                    self._target(slot).zero_()
+                    slot.fresh = False
+            assert bucket.gradient is not None
+            pending = start_reduce_scatter_(bucket.gradient, self.sharding.shard)
+            self._in_flight.append((bucket, pending, self._last))
+            if self.sharding.stage >= 2:
+                bucket.gradient = None  # freed when its sum is there
+            at_once = self.sharding.shard.size == 1 or not self.sharding.overlap
+            self._settle(0 if at_once else IN_FLIGHT)
             self._started += 1
 
-    def finish(self) -> list[str]:
-        """Wait until every gradient is the sum over the ranks; return names of those without one.
+    def _close(self, unit: int) -> None:
+        """Backward enters `unit`: what later ones did not complete counts as zero, as at the end.
 
-        A parameter that no micro-batch of this rank reached counts as zero; its bucket, and those
-        after it, are reduced here.
+        Gathers and reductions share a communicator, so their order must be one on every rank.
         """
-        unused = [slot for slot in self.slots() if slot.fresh]
-        for slot in unused:
-            slot.gradient.zero_()
-        for bucket in self._buckets[self._started :]:
-            bucket.pending = 0
-        self._start_complete()
-        for work in self._work:
-            work.wait()
-        self._work.clear()
-        for name, axis in self.more_axes.items():
-            _sum_together([b.gradient for b in self.buffers if name in b.more_axes], axis)
-        return [slot.entry.name for slot in unused]
+        if self._reducing and self.sharding.overlap:
+            for bucket in self.buckets[self._started :]:
+                if bucket.unit > unit:
+                    bucket.pending = 0
+            self._start_complete()
 
-    def publish(self) -> None:
-        """After an optimizer step: round the masters into the parameters, where they differ."""
-        for buffer in self.buffers:
-            if buffer.master is not buffer.data:
-                buffer.data.copy_(buffer.master)
+    def _settle(self, left: int) -> None:
+        """Take in sums until only so many are on their way."""
+        while len(self._in_flight) > left:
+            bucket, pending, last = self._in_flight.popleft()
+            part = pending.wait()
+            if bucket.summed:
+                bucket.own_gradient.add_(part)
+            elif self.sharding.stage >= 2:
+                bucket.own_gradient.copy_(part)  # else it is the gradient's own part
+            bucket.summed = True
+            if last:
+                work = start_all_reduce_(bucket.own_gradient, self.sharding.replicate)
+                self._replicas.append(work)
+
+    def _target(self, slot: Slot) -> Tensor:
+        """Where the gradient of a parameter is to be written."""
+        bucket = slot.bucket
+        if bucket.gradient is None:
+            bucket.gradient = torch.zeros(
+                bucket.numel, dtype=bucket.kind.wide, device=bucket.master.device
+            )
+        return slot.view(bucket.gradient)
 
     def _autograd_hook(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -206,9 +279,18 @@ class Buffers:
             return
         parameter.grad = None
         slot = self._slots[id(parameter)]
-        slot.gradient.copy_(gradient) if slot.fresh else slot.gradient.add_(gradient)
-        slot.fresh = False
+        target = self._target(slot)
+        target.copy_(gradient) if slot.fresh else target.add_(gradient)
+        slot.fresh, slot.touched = False, True
         self.ready(parameter)
+
+
+def _waiting(buckets: Sequence[Bucket]) -> Callable[..., None]:
+    def wait(*_: object) -> None:
+        for bucket in buckets:
+            bucket.wait()
+
+    return wait
 
 
 def _sum_together(flats: Sequence[Tensor], axis: Axis) -> None:
@@ -223,64 +305,50 @@ def _sum_together(flats: Sequence[Tensor], axis: Axis) -> None:
             flat.copy_(part)
 
 
-def _allocate(entries: Sequence[Declared], device: torch.device, bucket_bytes: int) -> Buffer:
-    """Lay out parameters of one kind as views of flat storage."""
-    first = entries[0]
-    dtype, wide = first.parameter.dtype, at_least_float32(first.parameter.dtype)
-    starts, total = [], 0
-    for entry in entries:
-        starts.append(total)
-        total += -(-entry.placement.numel // ALIGNMENT) * ALIGNMENT
-    data = torch.zeros(total, dtype=dtype, device=device)
-    gradient = torch.zeros(total, dtype=wide, device=device)
-    master = data if wide == dtype else torch.zeros(total, dtype=wide, device=device)
-    buffer = Buffer(
-        dtype, first.placement.decay, first.placement.split_axes, data, gradient, master
+def _allocate(bucket: Bucket, device: torch.device) -> None:
+    """Memory for what the stage keeps of a bucket; parameters become views of it."""
+    kind, stage = bucket.kind, bucket.kind.sharding.stage
+    own = bucket.own.stop - bucket.own.start
+    if kind.group.frozen:
+        bucket.own_gradient = torch.zeros(0, dtype=kind.wide, device=device)
+    elif stage < 2:
+        bucket.gradient = torch.zeros(bucket.numel, dtype=kind.wide, device=device)
+        bucket.own_gradient = bucket.gradient[bucket.own]
+    else:
+        bucket.own_gradient = torch.zeros(own, dtype=kind.wide, device=device)
+    if bucket.kept:
+        bucket.parameters = torch.zeros(bucket.numel, dtype=kind.dtype, device=device)
+        bucket.own_parameters = bucket.parameters[bucket.own]
+    else:
+        bucket.own_parameters = torch.zeros(own, dtype=kind.dtype, device=device)
+    narrow = kind.wide != kind.dtype and not kind.group.frozen
+    bucket.master = (
+        torch.zeros(own, dtype=kind.wide, device=device) if narrow else bucket.own_parameters
     )
-    for stop, group in _bucketed(entries, starts, total, bucket_bytes // wide.itemsize):
-        start = starts[group[0]]
-        bucket = Bucket(gradient[start:stop])
-        for i in group:
-            bucket.slots.append(_place(entries[i], starts[i], buffer, bucket))
-        buffer.buckets.append(bucket)
-        buffer.slots += bucket.slots
-    return buffer
 
 
 @torch.no_grad()
-def _fill(buffer: Buffer, values: Mapping[int, Tensor], seed: int, axis: Axis) -> None:
-    """Give parameters their start values: those they had, if they had memory, else the seed's."""
-    for slot in buffer.slots:
-        given = values[id(slot.entry)]
-        if given.numel() == slot.master.numel() > 0:
+def _fill(bucket: Bucket, seed: int) -> None:
+    """Give masters their start values, those that parameters had, else the seed's."""
+    sharding = bucket.kind.sharding
+    given: dict[int, Tensor] = {}
+    for slot in bucket.slots:
+        value = slot.entry.parameter.detach()
+        if value.numel() == slot.numel > 0:
             # Modules of other makers draw from a generator of their own: rank 0's values count.
-            broadcast_(slot.master.copy_(given), axis)
-        elif compat.has_values(slot.master):
-            initialise(slot.master, slot.entry.placement, seed)
-    if buffer.master is not buffer.data:
-        buffer.data.copy_(buffer.master)
-
-
-def _bucketed(
-    entries: Sequence[Declared], starts: Sequence[int], total: int, bucket_elements: int
-) -> list[tuple[int, list[int]]]:
-    """(end of the range, entries in it) per bucket: closed by the entry that fills it."""
-    buckets: list[tuple[int, list[int]]] = []
-    group: list[int] = []
-    for i in range(len(entries)):
-        group.append(i)
-        stop = starts[i + 1] if i + 1 < len(entries) else total
-        if stop - starts[group[0]] >= bucket_elements or stop == total:
-            buckets.append((stop, group))
-            group = []
-    return buckets
-
-
-def _place(entry: Declared, start: int, buffer: Buffer, bucket: Bucket) -> Slot:
-    shape, numel = entry.placement.shape, entry.placement.numel
-    data, gradient, master = (
-        flat[start : start + numel].view(shape)
-        for flat in (buffer.data, buffer.gradient, buffer.master)
-    )
-    entry.replace(data)
-    return Slot(entry, start, gradient, master, len(entry.holders), bucket)
+            value = value.to(bucket.master.device, bucket.kind.wide, copy=True).contiguous()
+            for axis in (sharding.shard, sharding.replicate):
+                broadcast_(value, axis)
+            given[id(slot)] = value
+        if bucket.parameters is not None:
+            slot.entry.replace(slot.view(bucket.parameters))
+        else:
+            slot.entry.replace(absent(slot, bucket.own_parameters))
+        slot.entry.parameter.requires_grad_(not bucket.kind.group.frozen)
+    if not compat.has_values(bucket.master):
+        return
+    for slot, fragment, view in bucket.owned(bucket.master):
+        if id(slot) in given:
+            view.copy_(given[id(slot)][fragment.local.slices()].view(view.shape))
+        else:
+            fill(view, fragment, slot.entry.placement.init, seed)

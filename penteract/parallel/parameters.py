@@ -140,17 +140,13 @@ def adopt(model: nn.Module) -> None:
 
     Each is whole on every rank, its gradients summed over the data ranks; matrices decay, vectors
     do not. It keeps the values it has, and its logical name is its path in the model. Parameters
-    that have a placement keep it. Raises ValueError naming a frozen parameter, a buffer that a
-    checkpoint would have to hold, or a name that a checkpoint cannot take.
+    that have a placement keep it. Raises ValueError naming a buffer that a checkpoint would have to
+    hold, or a name that a checkpoint cannot take.
     """
     for path, module in model.named_modules():
         placements = dict(getattr(module, "placements", {}))
         for attribute, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{attribute}".lstrip(".")
-            if not parameter.requires_grad:
-                raise ValueError(
-                    f"parameter {name} does not require gradients: train it or drop it"
-                )
             if "/" in name or "@" in name:
                 raise ValueError(f"parameter {name!r}: / and @ have a meaning in checkpoints")
             shape = tuple(parameter.shape)

@@ -308,7 +308,9 @@ class ColumnLinear(Layer):
         if pieces:
             weights, biases = zip(*pieces, strict=True)
             shape = (at, self.inputs)
-            self.declare(weight, Placement(shape, weights, axes, init, decay=True), dtype)
+            self.declare(
+                weight, Placement(shape, weights, axes, init, decay=True, matrix=True), dtype
+            )
         else:
             self.register_parameter(weight, None)
         if pieces and has_bias:
@@ -354,7 +356,7 @@ class RowLinear(Layer):
         box = Box((0, start), (outputs, stop - start))
         piece = Piece(f"{inputs.name}.weight", (outputs, inputs.units * inputs.unit), box, (0, 0))
         split = data_partial("split")
-        weight = Placement((outputs, stop - start), (piece,), split, init, decay=True)
+        weight = Placement((outputs, stop - start), (piece,), split, init, decay=True, matrix=True)
         self.declare("weight", weight, dtype)
         if bias:
             name, zeros = f"{inputs.name}.bias", Init("zeros")

@@ -37,16 +37,8 @@ def dry_run(config: Config, grid: Grid, rank: int) -> list[str]:
             run = Run(task, config, mesh, device, read=_ones)
             run.update()
             task.close()
-        flats = run.buffers.buffers
-        parameters = sum(slot.master.numel() for slot in run.buffers.slots())
-        stored, gradients, masters = (
-            sum(flat.nbytes for flat in kind)
-            for kind in (
-                [b.data for b in flats],
-                [b.gradient for b in flats],
-                [b.master for b in flats if b.master is not b.data],
-            )
-        )
+        parameters = sum(slot.numel for slot in run.buffers.slots())
+        stored, gradients, masters = run.buffers.held_bytes()
         moments = sum(moment.nbytes for _, _, moment in run.optimizer.state())
         lines = [
             f"rank {rank} of {grid.world}: one step ran on shapes alone",

@@ -50,8 +50,11 @@ def train(
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         saved = None if found is None else run.step
         evaluate_every = config.train.eval_every or steps
+        first = run.step + 1
         while run.step < steps and not stop.agreed(world, device):
             metrics.step(run.update())
+            if run.step == first and (names := run.unreached()):
+                metrics.say(f"warning: no loss reaches {', '.join(names)}: they do not learn")
             last = run.step == steps
             if task.validation and (last or run.step % evaluate_every == 0):
                 if not last and stop.agreed(world, device):

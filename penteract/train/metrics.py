@@ -80,9 +80,13 @@ class Metrics:
         if self._progress is not None:
             self._progress.update(self._task, completed=line["step"])
         if line["step"] % self.every == 0 or line["step"] == 1:
+            found = "skipped: loss or gradient not finite"
+            if not line.get("skipped"):
+                found = f"loss {line['loss']:.4f}  norm {line['grad_norm']:.3g}"
+            scale = f"scale {line['loss_scale']:g}  " if "loss_scale" in line else ""
             self.say(
-                f"step {line['step']:>6}  loss {line['loss']:.4f}  norm {line['grad_norm']:.3g}  "
-                f"lr {line['lr']:.3g}  {short(line['tokens_per_second'])} tok/s  "
+                f"step {line['step']:>6}  {found}  {scale}lr {line['lr']:.3g}  "
+                f"{short(line['tokens_per_second'])} tok/s  "
                 f"{short(line['flops_per_second'])}FLOP/s  {line['step_ms']:.0f} ms  "
                 f"{line['memory_bytes'] / 2**30:.2f} GiB"
             )
@@ -112,7 +116,7 @@ class Metrics:
         for key, value in line.items():
             values = value if isinstance(value, dict) else {"": value}
             for name, number in values.items():
-                if key != "step":
+                if key != "step" and number is not None:  # a skipped step has no loss
                     self._board.add_scalar(f"{key}/{name}".rstrip("/"), number, line["step"])
 
 

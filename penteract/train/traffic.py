@@ -12,8 +12,11 @@ this rank, h hidden, l layers, e bytes a number and w at least float32's 4:
 | tp    | vocabulary            | 2 all-reduces               | t·w and 3·t·w             |
 | tp    | gradients             | 1 all-reduce a step         | those partial over tp     |
 | tp    | norm                  | 1 all-reduce a step         | 8                         |
-| dp-cp | gradients             | 1 all-reduce a bucket, step | the bucket                |
-| dp-cp | counts, losses        | 1 all-reduce each, step     | 8, and 8 a loss term      |
+| dp-cp | gradients, parameters | see `parallel.buffers`      | buckets                   |
+| dp-cp | norm                  | 1 all-reduce a step, split  | 8                         |
+| dp-cp | counts                | 1 all-reduce a step         | 8                         |
+| tp-dp-cp | matrices           | 2 all-to-alls, with Muon    | see `optim.muon`          |
+| world | losses and the norm   | 1 all-reduce a step         | 8 a loss term, and 8      |
 | world | metrics               | 1 all-reduce a step         | 5·8                       |
 
 A sum is an all-reduce, with sp a reduce-scatter; 2l+1 of them follow the embedding and both halves
@@ -22,8 +25,7 @@ of every block, and 2l+1 gathers precede the two halves and the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -33,11 +35,14 @@ from penteract.families import model_spec
 from penteract.grid import Grid
 from penteract.mesh import Axis
 from penteract.nn.model import ModelSpec, Stage
-from penteract.parallel.buffers import ALIGNMENT, BUCKET_BYTES, at_least_float32
+from penteract.optim.groups import group_of
+from penteract.optim.muon_plan import Matrix, plan
+from penteract.parallel.buckets import Bucket, Sharding, at_least_float32, lay_out, unit_numbers
 from penteract.parallel.parameters import declared_parameters
 from penteract.parallel.recompute import Recompute
 from penteract.parallel.tensor import TensorParallel
-from penteract.placement import even_sizes
+from penteract.parallel.zero import SLOTS
+from penteract.placement import Fragment, even_sizes
 from penteract.train.batch_ramp import global_batch
 
 Sent = dict[str, dict[str, int]]  # axis: what: bytes
@@ -51,9 +56,9 @@ def step_bytes(config: Config, grid: Grid, rank: int, *, step: int = 1) -> Sent:
     `config` is resolved and has its vocabulary. The sum over an axis is what its `traffic` counts.
     """
     spec, at = model_spec(config.model), grid.coordinates(rank)
-    axis = Axis("tp", grid.tp, at["tp"], tuple(range(grid.tp)))  # for sizes: nothing is sent here
-    tp = TensorParallel(axis, config.parallel.sp)
-    held = _Held.of(spec, tp, config)
+    tp, sharding = _split(config, grid, rank)
+    buckets, splits = _parameters(spec, tp, sharding, config)
+    partial = [bucket for bucket in buckets if "tp" in bucket.kind.more_axes]
     train, terms = config.train, 2 if config.train.z_loss else 1
     parts = micro_batches(global_batch(step, train), train.micro_batch, grid.dp, at["dp"])
     data, world = grid.size("dp-cp"), grid.world
@@ -62,15 +67,66 @@ def step_bytes(config: Config, grid: Grid, rank: int, *, step: int = 1) -> Sent:
         messages = _micro_batch(len(part) * config.data.seq, spec, tp, config)
         for what, size in messages.items():
             sent["tp"][what] = sent["tp"].get(what, 0) + size
-    sent["tp"]["gradients"] = all_reduced(held.partial_over_tp, grid.tp)
+    own_partial = sum(b.numel // sharding.shard.size * b.kind.wide.itemsize for b in partial)
+    sent["tp"]["gradients"] = all_reduced(own_partial, grid.tp)
     sent["tp"]["norm"] = all_reduced(SCALAR, grid.tp)
     sent["dp-cp"] = {
-        "gradients": sum(all_reduced(bucket, data) for bucket in held.buckets),
+        **_data(buckets, sharding, len(parts)),
+        "norm": splits * all_reduced(SCALAR, sharding.shard.size),
         "counts": all_reduced(SCALAR, data),
-        "losses": all_reduced(terms * SCALAR, data),
     }
-    sent["world"] = {"metrics": all_reduced(METRICS * SCALAR, world)}
+    if config.optim.name == "muon":
+        sent["tp-dp-cp"] = {"matrices": _muon(spec, config, grid, rank)}
+    sent["world"] = {
+        "losses": all_reduced((terms + 1) * SCALAR, world),  # and whether the norm is finite
+        "metrics": all_reduced(METRICS * SCALAR, world),
+    }
     return {name: what for name, what in sent.items() if grid.size(name) > 1}
+
+
+def _group(grid: Grid, name: str, rank: int) -> list[int]:
+    """The ranks of the rank's group."""
+    rows = grid.groups(name)
+    return [int(r) for r in rows[(rows == rank).any(1)][0]]
+
+
+def _split(config: Config, grid: Grid, rank: int) -> tuple[TensorParallel, Sharding]:
+    """How the rank's model is split, on axes that only have sizes: nothing is sent over them."""
+
+    def axis(name: str, size: int, at: int) -> Axis:
+        return Axis(name, size, at, tuple(range(size)))
+
+    parallel, n = config.parallel, grid.size("dp-cp")
+    tp = TensorParallel(axis("tp", grid.tp, grid.coordinates(rank)["tp"]), parallel.sp)
+    replicas = n if parallel.zero == 0 else parallel.replicas
+    run, place = divmod(_group(grid, "dp-cp", rank).index(rank), n // replicas)
+    shard, replicate = axis("dp-cp", n // replicas, place), axis("dp-cp", replicas, run)
+    return tp, Sharding(shard, replicate, parallel.zero)
+
+
+def _muon(spec: ModelSpec, config: Config, grid: Grid, rank: int) -> int:
+    """Bytes of what the rank holds of matrices to their owners, and of its own to their holders."""
+    group = _group(grid, "tp-dp-cp", rank)
+    parts: list[list[Fragment]] = []
+    for r in group:
+        buckets, _ = _parameters(spec, *_split(config, grid, r), config)
+        flats = [(b, torch.empty(b.own.stop - b.own.start, device="meta")) for b in buckets]
+        matrices = [(b, flat) for b, flat in flats if b.kind.matrix]
+        parts.append([fragment for b, flat in matrices for _, fragment, _ in b.owned(flat)])
+    shapes = {fragment.tensor: fragment.shape for held in parts for fragment in held}
+    names = sorted(shapes)
+    number = {name: i for i, name in enumerate(names)}
+    held = [[(number[fragment.tensor], fragment.box) for fragment in own] for own in parts]
+    mine = group.index(rank)
+    sent = plan([Matrix(name, shapes[name]) for name in names], held, mine)
+    width = at_least_float32(getattr(torch, config.train.dtype)).itemsize
+    return width * sum(
+        part.box.numel
+        for way in (sent.to_owners, sent.to_holders)
+        for to, there in enumerate(way)
+        for part in there
+        if to != mine
+    )
 
 
 def all_reduced(size: int, n: int) -> int:
@@ -115,35 +171,40 @@ def _micro_batch(
     }
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Sizes in bytes of the flat gradients that `parallel.buffers` makes of a rank's parameters."""
-
-    buckets: tuple[int, ...]
-    partial_over_tp: int
-
-    @classmethod
-    def of(cls, spec: ModelSpec, tp: TensorParallel, config: Config) -> _Held:
-        dtype, multiple = getattr(torch, config.train.dtype), config.parallel.vocab_multiple
-        model = Stage(spec, tp, dtype=dtype, vocab_multiple=multiple)  # declared: without memory
-        kinds: dict[tuple[object, ...], list[int]] = {}
-        width, partial = at_least_float32(dtype).itemsize, 0
-        for entry in reversed(declared_parameters(model)):
-            p = entry.placement
-            size = -(-p.numel // ALIGNMENT) * ALIGNMENT * width
-            partial += size if "tp" in p.partial_axes else 0
-            kinds.setdefault((p.decay, p.split_axes, "tp" in p.partial_axes), []).append(size)
-        buckets = (bucket for sizes in kinds.values() for bucket in _bucketed(sizes))
-        return cls(tuple(buckets), partial)
+def _parameters(
+    spec: ModelSpec, tp: TensorParallel, sharding: Sharding, config: Config
+) -> tuple[list[Bucket], int]:
+    """The buckets of a rank, in the order of backward, and how many kinds of splits they have."""
+    dtype, multiple = getattr(torch, config.train.dtype), config.parallel.vocab_multiple
+    model = Stage(spec, tp, dtype=dtype, vocab_multiple=multiple)  # declared: without memory
+    entries = declared_parameters(model)[::-1]
+    groups = group_of(config.optim.rules)
+    kinds = lay_out(
+        entries, unit_numbers(model, entries), sharding, group_of=groups, bucket_bytes=None
+    )
+    kinds = [kind for kind in kinds if not kind.group.frozen]
+    return [b for kind in kinds for b in kind.buckets], len({kind.split_axes for kind in kinds})
 
 
-def _bucketed(sizes: list[int]) -> Iterator[int]:
-    """Sums of neighbours, each closed by the parameter that fills it."""
-    bucket = 0
-    for size in sizes:
-        bucket += size
-        if bucket >= BUCKET_BYTES:
-            yield bucket
-            bucket = 0
-    if bucket:
-        yield bucket
+def _data(buckets: Sequence[Bucket], sharding: Sharding, micro_batches: int) -> dict[str, int]:
+    """What a step's gradients and parameters send over the data ranks."""
+    n, r, stage = sharding.shard.size, sharding.replicate.size, sharding.stage
+    gradients = parameters = 0
+    for bucket in buckets:
+        own, wide = bucket.numel // n, bucket.kind.wide.itemsize
+        reductions = micro_batches if stage >= 2 else 1
+        gradients += reductions * (n - 1) * own * wide + all_reduced(own * wide, r)
+        parameters += (n - 1) * own * bucket.kind.dtype.itemsize * bucket.kept
+    absent = [bucket for bucket in buckets if not bucket.kept][::-1]  # the order of forward
+    units = sorted({bucket.unit for bucket in absent})
+    for bucket in absent:
+        own_bytes = bucket.numel // n * bucket.kind.dtype.itemsize
+        times = gathers(units.index(bucket.unit), len(units), micro_batches)
+        parameters += times * (n - 1) * own_bytes
+    return {"gradients": gradients, "parameters": parameters}
+
+
+def gathers(place: int, units: int, micro_batches: int) -> int:
+    """How often a step gathers unit `place` of `units`: the ring still holds the last `SLOTS`."""
+    forward = 1 + (micro_batches - 1) * (place >= SLOTS)
+    return forward + micro_batches * (place < units - SLOTS)

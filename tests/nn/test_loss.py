@@ -44,7 +44,7 @@ def stream(t: int) -> Tensor:
 def test_loss_and_gradients_equal_torchs(std: float) -> None:
     layer, x = head(std), stream(6).requires_grad_()
     weights = [1.0, 0.0, 2.0, 1.0, 0.5, 0.0]
-    loss = layer.loss(x, batch(weights), torch.tensor(0.125))["loss"]
+    loss = layer(x, batch(weights), torch.tensor(0.125))["loss"]
     each = F.cross_entropy(x @ layer.weight.t(), batch(weights).labels, reduction="none")
     wanted = 0.125 * (each * torch.tensor(weights)).sum()
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
@@ -59,19 +59,19 @@ def test_a_sum_over_parts_is_the_sum_over_the_whole() -> None:
     layer, x = head(), stream(6)
     weights = [1.0, 1.0, 1.0, 0.0, 0.0, 1.0]
     scale = torch.tensor(1.0 / 4)
-    whole = layer.loss(x, batch(weights), scale)["loss"]
+    whole = layer(x, batch(weights), scale)["loss"]
     rows = batch(weights)
     parts = []
     for part in (slice(0, 4), slice(4, 6)):
         labels = rows.labels[part]
         sequences = Sequences.of((len(labels),), weights=rows.sequences.weights[part])
-        parts.append(layer.loss(x[part], MicroBatch(labels, labels, sequences), scale)["loss"])
+        parts.append(layer(x[part], MicroBatch(labels, labels, sequences), scale)["loss"])
     torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-12)
 
 
 def test_masked_rows_get_exactly_no_gradient() -> None:
     x = stream(3).requires_grad_()
-    head().loss(x, batch([0.0, 1.0, 0.0]), torch.tensor(1.0))["loss"].backward()
+    head()(x, batch([0.0, 1.0, 0.0]), torch.tensor(1.0))["loss"].backward()
     assert not x.grad[[0, 2]].any()
     assert x.grad[1].any()
 
@@ -79,7 +79,7 @@ def test_masked_rows_get_exactly_no_gradient() -> None:
 def test_bfloat16_logits_are_summed_in_float32() -> None:
     layer = head(dtype=torch.bfloat16)
     x = stream(4).bfloat16()
-    loss = layer.loss(x, batch([1.0] * 4), torch.tensor(0.25))["loss"]
+    loss = layer(x, batch([1.0] * 4), torch.tensor(0.25))["loss"]
     logits = (x @ layer.weight.t()).float()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, F.cross_entropy(logits, batch([1.0] * 4).labels))
@@ -124,7 +124,7 @@ def identity_head(vocab: int, axis: Axis, multiple: int = 1) -> Head:
 def losses_of(z: Tensor, layer: Head, objective: Objective) -> dict[str, Tensor]:
     labels = torch.arange(T) % z.shape[1]
     sequences = Sequences.of((T,), weights=torch.tensor(WEIGHTS, dtype=F64))
-    return layer.loss(z, MicroBatch(labels, labels, sequences), SCALE, objective)
+    return layer(z, MicroBatch(labels, labels, sequences), SCALE, objective)
 
 
 def compare_with_torch(axis: Axis, gain: float) -> None:

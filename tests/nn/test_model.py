@@ -16,6 +16,7 @@ from penteract.mesh import single
 from penteract.nn.attention import Attention
 from penteract.nn.model import ModelSpec, Stage
 from penteract.nn.sequences import MicroBatch, Sequences
+from penteract.parallel.buckets import Sharding
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import materialise
 from penteract.parallel.tensor import TensorParallel
@@ -104,22 +105,22 @@ def test_gradients_in_the_buffers_equal_the_reference(name: str, backend: str) -
     for module in model.modules():
         if isinstance(module, Attention):
             module.backend = backend
-    buffers = Buffers(model, single("dp-cp"), seed=0, more_axes=[single("tp")])
-    weights = bridge.random_weights(bridge.masters(buffers))
-    bridge.write(bridge.masters(buffers), weights)
+    buffers = Buffers(model, Sharding.whole(single("dp-cp")), seed=0, more_axes=[single("tp")])
+    weights = bridge.random_weights(bridge.placements(buffers))
+    bridge.set_owned(buffers, "master", weights)
     docs = documents((5, 1, 3, 4), "mixed", spec.vocab)
     parts = [bridge.micro_batch(docs[:2]), bridge.micro_batch(docs[2:])]
     scale = 1.0 / sum(part.sequences.weights.sum() for part in parts)
     buffers.begin()
     for i, part in enumerate(parts):
         loss = model(part, scale=scale).terms["loss"]
-        if i == len(parts) - 1:
-            buffers.last_micro_batch()
+        buffers.begin_backward(last=i == len(parts) - 1)
         loss.backward()
+        buffers.end_backward()
     assert buffers.finish() == []
     assert all(p.grad is None for p in model.parameters())
     _, wanted = reference_gradients(docs, weights, spec)
-    found = bridge.logical(bridge.fragments(bridge.buffer_gradients(buffers)))
+    found = bridge.logical(bridge.owned(buffers, "own_gradient"))
     bridge.assert_close(found, wanted, 1e-9)
 
 

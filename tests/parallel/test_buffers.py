@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from penteract.mesh import Axis, single
 from penteract.parallel import buffers as buffers_module
-from penteract.parallel.buffers import ALIGNMENT, Buffers
+from penteract.parallel.buckets import ALIGNMENT, Sharding
+from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import Layer
 from penteract.parallel.tensor import ColumnLinear, Features, TensorParallel, replicated
 from penteract.placement import Init
@@ -44,6 +45,7 @@ class Chain(nn.Module):
 
 
 ALONE = TensorParallel(single("tp"))
+WHOLE = Sharding.whole(single("dp-cp"))
 
 
 class Linears(nn.Module):
@@ -72,9 +74,9 @@ def backward(
     buffers.begin()
     for i, x in enumerate(parts):
         loss = model(x, skips[i]) if skips else model(x)
-        if i == len(parts) - 1:
-            buffers.last_micro_batch()
+        buffers.begin_backward(last=i == len(parts) - 1)
         loss.backward()
+        buffers.end_backward()
     return buffers.finish()
 
 
@@ -84,26 +86,27 @@ def gradients(buffers: Buffers) -> dict[str, Tensor]:
 
 def test_parameters_are_aligned_views_of_flat_storage_and_gaps_stay_zero() -> None:
     model = Linears()
-    buffers = Buffers(model, single("dp-cp"), seed=0)
+    buffers = Buffers(model, WHOLE, seed=0)
     backward(buffers, model, [data(0, (4, 6))])
-    for buffer in buffers.buffers:
-        used = torch.zeros(buffer.data.shape, dtype=torch.bool)
-        for slot in buffer.slots:
-            stop = slot.start + slot.gradient.numel()
-            assert slot.start % ALIGNMENT == 0
-            assert slot.entry.parameter.data_ptr() == buffer.data[slot.start :].data_ptr()
-            assert slot.gradient.data_ptr() == buffer.gradient[slot.start :].data_ptr()
-            assert not used[slot.start : stop].any()
-            used[slot.start : stop] = True
-        assert buffer.data.numel() % ALIGNMENT == 0
-        assert not buffer.data[~used].any()
-        assert not buffer.gradient[~used].any()
+    for bucket in buffers.buckets:
+        used = torch.zeros(bucket.parameters.shape, dtype=torch.bool)
+        for slot in bucket.slots:
+            start = slot.start - bucket.start
+            stop = start + slot.numel
+            assert start % ALIGNMENT == 0
+            assert slot.entry.parameter.data_ptr() == bucket.parameters[start:].data_ptr()
+            assert slot.gradient.data_ptr() == bucket.gradient[start:].data_ptr()
+            assert not used[start:stop].any()
+            used[start:stop] = True
+        assert bucket.numel % ALIGNMENT == 0
+        assert not bucket.parameters[~used].any()
+        assert not bucket.gradient[~used].any()
 
 
 def test_gradients_equal_plain_autograd_and_add_up_over_micro_batches() -> None:
     model, plain = Linears(), Linears()
-    buffers = Buffers(model, single("dp-cp"), seed=0)
-    Buffers(plain, single("dp-cp"), seed=0)
+    buffers = Buffers(model, WHOLE, seed=0)
+    Buffers(plain, WHOLE, seed=0)
     for layer in (plain.a, plain.b):
         layer.gradients = None
     leaves = {name: p.detach().clone().requires_grad_() for name, p in plain.named_parameters()}
@@ -117,7 +120,7 @@ def test_gradients_equal_plain_autograd_and_add_up_over_micro_batches() -> None:
 
 def test_nothing_reads_a_gradient_of_the_step_before() -> None:
     model = Linears()
-    buffers = Buffers(model, single("dp-cp"), seed=0)
+    buffers = Buffers(model, WHOLE, seed=0)
     parts = [data(i, (3, 6)) for i in range(2)]
     backward(buffers, model, parts)
     first = gradients(buffers)
@@ -130,7 +133,7 @@ def test_nothing_reads_a_gradient_of_the_step_before() -> None:
 def test_a_bucket_is_reduced_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets start in the order of backward, once each, and only in the last micro-batch."""
     model = Chain(4, [0, 1, 2, 3])
-    buffers = Buffers(model, single("dp-cp"), seed=0, bucket_bytes=8)
+    buffers = Buffers(model, WHOLE, seed=0, bucket_bytes=8)
     unfinished: list[int] = []
     reached: list[int] = []
     start = buffers_module.start_all_reduce_
@@ -153,11 +156,10 @@ def test_one_message_a_bucket_and_step(accumulation: int) -> None:
     def count() -> tuple[int, int]:
         axis = world_axis("dp-cp")
         model = Chain(40, [0, 1, 2])
-        buffers = Buffers(model, axis, seed=0, bucket_bytes=600)
+        buffers = Buffers(model, Sharding.whole(axis), seed=0, bucket_bytes=600)
         before = axis.traffic.calls.get("all_reduce", 0)
         backward(buffers, model, [data(i, (2, 40)) for i in range(accumulation)])
-        buckets = sum(len(buffer.buckets) for buffer in buffers.buffers)
-        return axis.traffic.calls["all_reduce"] - before, buckets
+        return axis.traffic.calls["all_reduce"] - before, len(buffers.buckets)
 
     assert run_ranks(count, 2) == [(2, 2), (2, 2)]
 
@@ -170,7 +172,7 @@ def test_a_rank_that_misses_a_parameter_does_not_change_the_order_of_messages() 
     def step() -> tuple[list[str], dict[str, Tensor]]:
         axis = world_axis("dp-cp")
         model = Chain(sizes, [0, 1, 2, 3])
-        buffers = Buffers(model, axis, seed=0, bucket_bytes=8)
+        buffers = Buffers(model, Sharding.whole(axis), seed=0, bucket_bytes=8)
         parts = [data(10 * axis.rank + i, (2, sizes)).requires_grad_() for i in range(2)]
         names = backward(buffers, model, parts, skips[axis.rank])
         return names, gradients(buffers)
@@ -178,7 +180,7 @@ def test_a_rank_that_misses_a_parameter_does_not_change_the_order_of_messages() 
     results = run_ranks(step, 3)
     assert [names for names, _ in results] == [[], ["s2"], ["s1"]]
     model = Chain(sizes, [0, 1, 2, 3])
-    alone = Buffers(model, single("dp-cp"), seed=0)
+    alone = Buffers(model, WHOLE, seed=0)
     parts = [data(10 * rank + i, (2, sizes)) for rank in range(3) for i in range(2)]
     backward(
         alone, model, [x.requires_grad_() for x in parts], [s for r in range(3) for s in skips[r]]
@@ -191,7 +193,7 @@ def test_a_rank_that_misses_a_parameter_does_not_change_the_order_of_messages() 
 
 def test_a_parameter_that_nobody_uses_is_named_and_counts_as_zero() -> None:
     model = Chain(4, [0, 1])
-    buffers = Buffers(model, single("dp-cp"), seed=0)
+    buffers = Buffers(model, WHOLE, seed=0)
     for slot in buffers.slots():
         slot.gradient.fill_(7.0)
     assert backward(buffers, model, [data(0, (2, 4))], [(1,)]) == ["s1"]
@@ -204,7 +206,7 @@ def test_a_forward_order_other_than_that_of_registration() -> None:
     def five_steps(forward_order: list[int]) -> list[dict[str, Tensor]]:
         axis = world_axis("dp-cp")
         model = Chain(4, forward_order)
-        buffers = Buffers(model, axis, seed=0, bucket_bytes=8)
+        buffers = Buffers(model, Sharding.whole(axis), seed=0, bucket_bytes=8)
         found = []
         for step in range(5):
             backward(buffers, model, [data(5 * step + axis.rank, (2, 4))])
@@ -215,7 +217,7 @@ def test_a_forward_order_other_than_that_of_registration() -> None:
 
     by_rank = run_ranks(five_steps, 2, [3, 1, 0, 2])
     model = Chain(4, [3, 1, 0, 2])
-    alone = Buffers(model, single("dp-cp"), seed=0)
+    alone = Buffers(model, WHOLE, seed=0)
     for step in range(5):
         backward(alone, model, [data(5 * step + rank, (2, 4)) for rank in range(2)])
         for name, wanted in gradients(alone).items():
@@ -227,7 +229,7 @@ def test_a_forward_order_other_than_that_of_registration() -> None:
 
 def test_bfloat16_gradients_add_up_in_float32() -> None:
     model = Chain(1, [0], torch.bfloat16)
-    buffers = Buffers(model, single("dp-cp"), seed=0)
+    buffers = Buffers(model, WHOLE, seed=0)
     slot = next(iter(buffers.slots()))
     assert (slot.gradient.dtype, slot.master.dtype) == (torch.float32, torch.float32)
     with torch.no_grad():
@@ -242,8 +244,8 @@ def test_parameters_of_several_types_are_kept_apart() -> None:
         Scale("a", 3, torch.float32), Scale("b", 3, torch.bfloat16),
         Scale("c", 3, torch.float32), Scale("d", 3, torch.bfloat16),
     )  # fmt: skip
-    buffers = Buffers(model, single("dp-cp"), seed=0)
-    names = {b.dtype: [slot.entry.name for slot in b.slots] for b in buffers.buffers}
+    buffers = Buffers(model, WHOLE, seed=0)
+    names = {b.kind.dtype: [slot.entry.name for slot in b.slots] for b in buffers.buckets}
     assert names == {torch.bfloat16: ["d", "b"], torch.float32: ["c", "a"]}
     backward(buffers, lambda x: model(x).sum(), [torch.ones(2, 3)])
     assert all(x.dtype == torch.float32 and x.all() for x in gradients(buffers).values())
@@ -253,4 +255,4 @@ def test_a_gradient_partial_over_an_axis_that_nobody_gave_is_refused() -> None:
     layer = Layer()
     layer.declare("weight", replicated("w", (2,), Init("ones"), tp="partial"), F64)
     with pytest.raises(AssertionError, match="w: "):
-        Buffers(layer, single("dp-cp"), seed=0)
+        Buffers(layer, WHOLE, seed=0)

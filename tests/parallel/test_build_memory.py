@@ -11,6 +11,7 @@ from penteract.config_file import from_dict
 from penteract.families import model_spec
 from penteract.mesh import Axis, single
 from penteract.nn.model import ModelSpec, Stage
+from penteract.parallel.buckets import Sharding
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import materialise
 from penteract.parallel.tensor import TensorParallel
@@ -46,7 +47,7 @@ def build(n: int, rank: int, how: str) -> tuple[int, int]:
     if how == "materialise":
         materialise(model, seed=0)
     else:
-        Buffers(model, single("dp-cp"), seed=0, more_axes=[axis])
+        Buffers(model, Sharding.whole(single("dp-cp")), seed=0, more_axes=[axis])
     return peak_bytes() - before, sum(p.numel() * 4 for p in model.parameters())
 
 

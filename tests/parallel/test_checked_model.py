@@ -206,7 +206,7 @@ def row_weight_replicated(patch: pytest.MonkeyPatch) -> None:
 
 
 def gathered_logits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loss.Head, "loss", loss_of_gathered)
+    patch.setattr(loss.Head, "forward", loss_of_gathered)
     patch.setattr(loss._HeadLoss, "forward", never)
 
 
@@ -244,7 +244,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         r"HeadLoss over 'tp' takes I and S\(0\) and gives I, but found R \[13, 12\] for the S\(0\)",
     ),
     "a stream that is replicated before the loss": (
-        "llama", instead(loss.Head, "loss", loss_of_replicated),
+        "llama", instead(loss.Head, "forward", loss_of_replicated),
         r"HeadLoss over 'tp' takes I and S\(0\) and gives I, but found R \[6, 12\] for the I",
     ),
     "norms over heads declared replicated": (

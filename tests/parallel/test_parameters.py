@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from penteract.mesh import single
+from penteract.parallel.buckets import Sharding
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import Layer, declared_parameters, materialise
 from penteract.parallel.tensor import replicated
@@ -42,7 +43,7 @@ def test_a_tied_parameter_is_declared_once_and_stays_one_object() -> None:
     model[1].share("weight", model[0], "weight")
     entries = declared_parameters(model)
     assert [(entry.name, len(entry.holders)) for entry in entries] == [("shared", 2)]
-    buffers = Buffers(model, single("dp-cp"), seed=0)
+    buffers = Buffers(model, Sharding.whole(single("dp-cp")), seed=0)
     assert model[0].weight is model[1].weight
     assert next(iter(buffers.slots())).uses == 2
 
@@ -52,7 +53,7 @@ def test_initial_values_are_a_function_of_seed_and_name() -> None:
     for model, seed in zip(models, (1, 1, 1), strict=True):
         materialise(model, seed=seed)
     again = layer()
-    Buffers(again, single("dp-cp"), seed=1)
+    Buffers(again, Sharding.whole(single("dp-cp")), seed=1)
     assert torch.equal(models[0].weight, models[1].weight)
     assert torch.equal(models[0].weight, again.weight)
     assert not torch.equal(models[0].weight, models[2].weight)

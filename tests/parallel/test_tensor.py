@@ -25,6 +25,7 @@ from penteract.nn.model import Stage
 from penteract.optim.norm import gradient_norm
 from penteract.parallel import buffers as buffers_module
 from penteract.parallel import tensor as tensor_module
+from penteract.parallel.buckets import Sharding
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import declared_parameters
 from penteract.parallel.tensor import TensorParallel
@@ -84,7 +85,7 @@ def ends(axis: Axis, tied: bool, gain: float = 1.0) -> Part:
     batch = bridge.micro_batch(DOCUMENTS)
     x = embedding(batch.tokens, batch.sequences, None)
     x = x * gain  # logits of hundreds: without their maximum taken off, exp overflows
-    loss = head.loss(x, batch, torch.tensor(0.25))["loss"]
+    loss = head(x, batch, torch.tensor(0.25))["loss"]
     return finish(model, axis, loss, head.logits(x))
 
 
@@ -156,14 +157,15 @@ def test_buffers_and_the_norm_follow_the_placement() -> None:
     def norm_of(axis: Axis) -> tuple[float, bridge.Fragments]:
         config = from_dict({"model": MODELS["llama"], "data": {"seq": 8}, "train": {"steps": 1}})
         model = Stage(model_spec(resolve(config).model), TensorParallel(axis), dtype=F64)
-        buffers = Buffers(model, single("dp-cp"), seed=0, more_axes=[axis])
-        bridge.write(bridge.masters(buffers), bridge.random_weights(bridge.masters(buffers)))
+        buffers = Buffers(model, Sharding.whole(single("dp-cp")), seed=0, more_axes=[axis])
+        bridge.set_owned(buffers, "master", bridge.random_weights(bridge.placements(buffers)))
         buffers.begin()
         loss = model(bridge.micro_batch(DOCUMENTS), scale=torch.tensor(0.25)).terms["loss"]
-        buffers.last_micro_batch()
+        buffers.begin_backward(last=True)
         loss.backward()
+        buffers.end_backward()
         assert buffers.finish() == []
-        found = bridge.fragments(bridge.buffer_gradients(buffers))
+        found = bridge.owned(buffers, "own_gradient")
         return gradient_norm(buffers, {"tp": axis}).item(), found
 
     parts = run_ranks(lambda: norm_of(world_axis("tp")), 2)
@@ -194,12 +196,12 @@ def test_gradients_of_norms_in_bfloat16_are_summed_in_float32(
         config = from_dict({"model": MODELS["llama"], "data": {"seq": 8}, "train": {"steps": 1}})
         tp, dtype = TensorParallel(axis, sequence), torch.bfloat16
         model = Stage(model_spec(resolve(config).model), tp, dtype=dtype)
-        buffers = Buffers(model, single("dp-cp"), seed=0, more_axes=[axis])
+        buffers = Buffers(model, Sharding.whole(single("dp-cp")), seed=0, more_axes=[axis])
         buffers.begin()
-        buffers.last_micro_batch()
+        buffers.begin_backward(last=True)
         model(bridge.micro_batch(DOCUMENTS), scale=torch.tensor(0.25)).terms["loss"].backward()
         buffers.finish()
-        return parts, [b.gradient for b in buffers.buffers if "tp" in b.more_axes]
+        return parts, [b.gradient for b in buffers.buckets if "tp" in b.kind.more_axes]
 
     (first, found), (second, _) = run_ranks(on_this_rank, 2)
     assert found

@@ -1,7 +1,7 @@
 """The matrices of models and layouts, as data."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
@@ -68,10 +68,23 @@ class Cell:
     recompute: tuple[str, ...] = ()
     vocab_multiple: int = 1
     overlap: bool = True
+    zero: int = 0
+    replicas: int = 1
+    optimizer: str = "adamw"
 
     @property
     def world(self) -> int:
         return self.dp * self.tp
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a rank."""
+        return -(-self.global_batch // (self.micro_batch * self.dp))
+
+    @property
+    def short(self) -> int:
+        """Sequences that the batch lacks for every rank's micro-batches to be full."""
+        return self.accumulation * self.micro_batch * self.dp - self.global_batch
 
 
 Factors = dict[str, tuple[Any, ...]]
@@ -109,10 +122,41 @@ TENSOR_PARALLEL: Factors = {
 CROSSED = ("tp", "sp", "model", "recompute")  # whose full product is run
 # No rule of the configuration refuses a cell; one that did would fail as an error.
 
+# Batches are told by micro-batches a rank. One sequence too few leaves the last micro-batch smaller
+# or empty. "tiny" has parameters of fewer elements than ranks, so some own nothing of them.
+ZERO: Factors = {
+    "dp": (1, 2, 3, 4),
+    "zero": (0, 1, 2, 3),
+    "tp": (1, 2),
+    "accumulation": (1, 3),
+    "replicas": (1, 2),
+    "optimizer": ("adamw", "sgd", "lion", "muon"),
+    "model": ("gpt2", "llama-tied-bias", "gpt2-plain", "nine-heads", "tiny"),
+    "micro_batch": (1, 2),
+    "short": (0, 1),
+    "bucket_bytes": (25 << 20, 4096, 256),
+    "overlap": (True, False),
+    "sp": (False, True),
+    "recompute": ((), ("layer/2",), ("attention", "mlp", "core")),
+    "dropout": (0.0, 0.1),
+    "vocab_multiple": (1, 4),
+    "seq": (4,),
+}  # fmt: skip
+ZERO_CROSSED = ("dp", "zero", "tp", "accumulation", "replicas", "optimizer")
+
+
+def cell_of(chosen: Mapping[str, Any]) -> Cell:
+    """The cell with these values, where `accumulation` and `short` may stand for the batch."""
+    fields = dict(chosen)
+    if "accumulation" in fields:
+        full = fields.pop("accumulation") * fields["dp"] * fields["micro_batch"]
+        fields["global_batch"] = full - fields.pop("short")
+    return Cell(**fields)
+
 
 def cells(matrix: Factors) -> Iterator[Cell]:
     """The full product."""
-    return (Cell(**dict(zip(matrix, values, strict=True))) for values in product(*matrix.values()))
+    return (cell_of(dict(zip(matrix, values, strict=True))) for values in product(*matrix.values()))
 
 
 def values(cell: Cell, names: Iterable[str], n: int) -> set[tuple[tuple[str, Any], ...]]:
@@ -133,8 +177,16 @@ def pairwise(matrix: Factors) -> list[Cell]:
 
 
 def fits(factors: Iterable[tuple[str, Any]], max_world: int) -> bool:
-    """Whether values of some factors leave a layout of at most so many ranks."""
-    return prod(n for name, n in factors if name in ("tp", "dp")) <= max_world
+    """Whether values of some factors leave a layout of at most so many ranks, and a batch."""
+    some = dict(factors)
+    full = some.get("dp", 2) * some.get("micro_batch", 2) > some.get("short", 0)
+    few = prod(n for name, n in some.items() if name in ("tp", "dp")) <= max_world
+    return few and full and not refused(some)
+
+
+def refused(some: Mapping[str, Any]) -> bool:
+    """Whether a rule of the configuration refuses these values of some factors."""
+    return some.get("dp", 2) % some.get("replicas", 1) != 0
 
 
 def drawn(matrix: Factors, draw: random.Random, max_world: int, **fixed: Any) -> Cell:
@@ -142,7 +194,7 @@ def drawn(matrix: Factors, draw: random.Random, max_world: int, **fixed: Any) ->
     while True:
         chosen = {name: draw.choice(choices) for name, choices in matrix.items()} | fixed
         if fits(chosen.items(), max_world):
-            return Cell(**chosen)
+            return cell_of(chosen)
 
 
 def tuples(matrix: Factors, n: int, max_world: int) -> set[tuple[tuple[str, Any], ...]]:
@@ -166,10 +218,15 @@ def sampled(matrix: Factors, max_world: int, *, tries: int = 60) -> list[Cell]:
 def crossed(
     matrix: Factors, names: Sequence[str], max_world: int, *, tries: int = 12
 ) -> list[Cell]:
-    """The product of the named factors; the others vary, so that new triples of values occur."""
+    """The product of the named factors; the others vary, so that new triples of values occur.
+
+    What a rule of the configuration refuses is left out.
+    """
     draw, seen, chosen = random.Random(0), set(), []
     for combination in product(*(matrix[name] for name in names)):
         fixed = dict(zip(names, combination, strict=True))
+        if refused(fixed):
+            continue
         candidates = [drawn(matrix, draw, max_world, **fixed) for _ in range(tries)]
         chosen.append(max(candidates, key=lambda cell: len(values(cell, matrix, 3) - seen)))
         seen |= values(chosen[-1], matrix, 3)

@@ -1,5 +1,6 @@
 """What training one cell leaves on each rank, put together, and how far two outcomes differ."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,8 @@ class Part:
     norms: list[float] = field(default_factory=list)
     initial: Fragments = field(default_factory=list)
     gradients: list[Fragments] = field(default_factory=list)  # of every step, before clipping
-    weights: Fragments = field(default_factory=list)
-    first: Fragments = field(default_factory=list)
-    second: Fragments = field(default_factory=list)
+    weights: list[Fragments] = field(default_factory=list)  # after every step
+    moments: dict[str, Fragments] = field(default_factory=dict)  # after the last one, by kind
     gradient_messages: int = 0  # all-reduces over the data ranks in the last step
     buckets: int = 0
 
@@ -43,9 +43,8 @@ class Outcome:
     z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[Weights] = field(default_factory=list)
-    weights: Weights = field(default_factory=dict)
-    first: Weights = field(default_factory=dict)
-    second: Weights = field(default_factory=dict)
+    weights: list[Weights] = field(default_factory=list)
+    moments: dict[str, Weights] = field(default_factory=dict)
 
 
 def joined(parts: Sequence[Part]) -> Outcome:
@@ -60,9 +59,8 @@ def joined(parts: Sequence[Part]) -> Outcome:
         one.z_losses,
         one.norms,
         [logical(step) for step in zip(*(part.gradients for part in parts), strict=True)],
-        logical(part.weights for part in parts),
-        logical(part.first for part in parts),
-        logical(part.second for part in parts),
+        [logical(step) for step in zip(*(part.weights for part in parts), strict=True)],
+        {kind: logical(part.moments[kind] for part in parts) for kind in one.moments},
     )
 
 
@@ -76,10 +74,11 @@ def unequal(parts: Sequence[Part]) -> list[str]:
     one = parts[0]
     numbers = ("losses", "z_losses", "norms")
     found = [x for x in numbers for part in parts if getattr(part, x) != getattr(one, x)]
-    steps = {f"gradients of step {i}": i for i in range(len(one.gradients))}
-    held = {name: [part.gradients[i] for part in parts] for name, i in steps.items()}
-    for name in ("initial", "weights", "first", "second"):
-        held[name] = [getattr(part, name) for part in parts]
+    held = {"initial": [part.initial for part in parts]}
+    for kind in ("gradients", "weights"):
+        for i in range(len(getattr(one, kind))):
+            held[f"{kind} of step {i}"] = [getattr(part, kind)[i] for part in parts]
+    held |= {kind: [part.moments[kind] for part in parts] for kind in one.moments}
     for name, by_rank in held.items():
         copies: dict[Any, Tensor] = {}
         for fragment, x in (piece for pieces in by_rank for piece in pieces):
@@ -105,14 +104,16 @@ def relative(found: float, wanted: float) -> float:
 
 def difference(found: Outcome, wanted: Outcome, *, floor: float = 1e-4) -> tuple[float, str]:
     """The largest relative difference of losses, norms, gradients, weights, moments, and where."""
+    if found.moments.keys() != wanted.moments.keys():
+        return math.inf, f"kinds of moments {sorted(found.moments)}, not {sorted(wanted.moments)}"
     results = []
     for kind in ("losses", "z_losses", "norms"):
         pairs = zip(getattr(found, kind), getattr(wanted, kind), strict=True)
         results += [(relative(a, b), f"{kind} of step {i}") for i, (a, b) in enumerate(pairs)]
-    steps = enumerate(zip(found.gradients, wanted.gradients, strict=True))
-    tensors = [(f"gradient of step {i}", *pair) for i, pair in steps]
-    for kind in ("weights", "first", "second"):
-        tensors.append((kind, getattr(found, kind), getattr(wanted, kind)))
+    tensors = [(kind, found.moments[kind], want) for kind, want in wanted.moments.items()]
+    for kind in ("gradients", "weights"):
+        steps = enumerate(zip(getattr(found, kind), getattr(wanted, kind), strict=True))
+        tensors += [(f"{kind} of step {i}", *pair) for i, pair in steps]
     for kind, have, want in tensors:
         worst, name = bridge.worst_difference(have, want, floor=floor)
         results.append((worst, f"{kind} {name}"))

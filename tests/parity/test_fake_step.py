@@ -67,7 +67,7 @@ def check(name: str, dtype: str, *, dropout: float) -> None:
     assert weights >= size * held
     assert number(lines, "gradients") == weights * 4 // size
     assert number(lines, "masters") == (0 if dtype == "float32" else 2 * weights)
-    assert number(lines, "optimizer moments") == 8 * held
+    assert number(lines, "optimizer moments") == 8 * weights // size
     sent = number(lines, "sent over dp-cp")
     exact = 2 * 4095 / 4096 * weights * 4 / size
     assert math.isclose(sent, exact, abs_tol=64)  # and two scalars of 8 bytes
@@ -80,7 +80,7 @@ def test_no_initial_value_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("values for a tensor that has none")
 
-    monkeypatch.setattr("penteract.parallel.buffers.initialise", refuse)
+    monkeypatch.setattr("penteract.parallel.buffers.fill", refuse)
     values = {"model": MODELS["llama"], "data": {"seq": 8}, "train": {"steps": 1}}
     dry_run(resolve(from_dict(values)), Grid(2), 1)
 

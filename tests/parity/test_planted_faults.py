@@ -67,8 +67,8 @@ def norm_of_replicas(patch: pytest.MonkeyPatch) -> None:
     """Copies of a gradient on the data ranks are counted as many times as there are ranks."""
     norm = run_module.gradient_norm
 
-    def counted(buffers: Buffers, axes: dict[str, Axis]) -> Tensor:
-        return all_reduce_(norm(buffers, axes).square(), axes["dp"]).sqrt()
+    def counted(buffers: Buffers, axes: dict[str, Axis], *, order: float) -> Tensor:
+        return all_reduce_(norm(buffers, axes, order=order).square(), axes["dp"]).sqrt()
 
     patch.setattr(run_module, "gradient_norm", counted)
 

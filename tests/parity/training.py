@@ -3,16 +3,20 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from optim import logical
 from parity.matrix import SPLIT_MODELS, Cell
 from parity.outcome import Outcome, Part, difference, joined, relative, unequal
 from reference import bridge, plain
 from reference.bridge import Fragments
-from reference.plain import Document, Rates, State, Weights
+from reference.plain import Document, Weights
 from torch import Tensor
 
 from penteract.checkpoint.steps import step_name
@@ -24,10 +28,10 @@ from penteract.families import model_spec
 from penteract.grid import Grid
 from penteract.mesh import Mesh, create_mesh
 from penteract.nn.sequences import MicroBatch
-from penteract.optim.adamw import AdamW
 from penteract.parallel.buffers import Buffers
 from penteract.random import keep_mask
 from penteract.testing import run_ranks, world_axis
+from penteract.train import run as run_module
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
 from penteract.train.task import Task
@@ -47,9 +51,18 @@ def config_of(cell: Cell, **train: Any) -> Config:
             "recompute": list(cell.recompute),
             "vocab_multiple": cell.vocab_multiple,
             "tp_overlap": cell.overlap,
+            "dp_overlap": cell.overlap,
+            "zero": cell.zero,
+            "replicas": cell.replicas,
         },
         "data": {"seq": cell.seq, "seed": 3},
-        "optim": {"lr": 1e-2, "schedule": "constant", "eps": 1e-4, "clip": 0.05},
+        "optim": {
+            "name": cell.optimizer,
+            "lr": 1e-2,
+            "schedule": "constant",
+            "eps": 1e-4,
+            "clip": 0.05,
+        },
         "train": {"steps": STEPS, "dtype": "float64", "seed": SEED, **sizes, **aim, **train},
     }
     return resolve(from_dict(values))
@@ -85,29 +98,21 @@ def new_run(cell: Cell, mesh: Mesh, *, task: Task | None = None, **train: Any) -
     """A run of the cell at its initial weights."""
     config = config_of(cell, **train)
     task = ragged_task(config, mesh) if task is None else task
-    run = Run(task, config, mesh, torch.device("cpu"))
-    run.buffers = Buffers(
-        run.task.model,
-        run.axis,
-        seed=SEED,
-        bucket_bytes=cell.bucket_bytes,
-        more_axes=[mesh.axis("tp")],
-    )
-    run.optimizer = AdamW(run.buffers, run.config.optim)
-    return run
+    sized = functools.partial(Buffers, bucket_bytes=cell.bucket_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "Buffers", sized)
+        return Run(task, config, mesh, torch.device("cpu"))
 
 
 def set_weights(run: Run) -> None:
     """Overwrite the initial weights, whose biases are 0 and norms 1, by ones that show."""
-    bridge.write(bridge.masters(run.buffers), bridge.random_weights(bridge.masters(run.buffers)))
+    bridge.set_owned(run.buffers, "master", bridge.random_weights(bridge.placements(run.buffers)))
     run.buffers.publish()
 
 
 def keep_gradients(run: Run, into: list[Fragments]) -> None:
     """Copy the gradients of every step before they are clipped."""
-    run.on_gradients = lambda run: into.append(
-        bridge.fragments(bridge.buffer_gradients(run.buffers))
-    )
+    run.on_gradients = lambda run: into.append(bridge.owned(run.buffers, "own_gradient"))
 
 
 def update(run: Run, part: Part) -> None:
@@ -117,16 +122,16 @@ def update(run: Run, part: Part) -> None:
     part.losses.append(line["loss"])
     part.z_losses.append(line.get("z_loss", 0.0))
     part.norms.append(line["grad_norm"])
+    part.weights.append(bridge.owned(run.buffers, "master"))
     part.gradient_messages = run.axis.traffic.calls.get("all_reduce", 0) - before
 
 
 def collect(run: Run, part: Part) -> Part:
-    """Fill in the weights and moments of a run."""
-    part.weights = bridge.fragments(bridge.masters(run.buffers))
-    for name, into in (("exp_avg", part.first), ("exp_avg_sq", part.second)):
-        stored = [(s.entry.placement, x) for n, s, x in run.optimizer.state() if n == name]
-        into += bridge.fragments(stored)
-    part.buckets = sum(len(buffer.buckets) for buffer in run.buffers.buffers)
+    """Fill in the moments of a run."""
+    for kind, bucket, flat in run.optimizer.state():
+        pieces = [(f, x.clone()) for _, f, x in bucket.owned(flat)]
+        part.moments.setdefault(kind, []).extend(pieces)
+    part.buckets = len(run.buffers.buckets)
     return part
 
 
@@ -139,7 +144,7 @@ def meshes() -> Callable[[int], Mesh]:
 def train(cell: Cell, mesh: Mesh, folder: Path | None = None) -> Part:
     """Two updates as this rank of `mesh`; with a folder, their checkpoint is there."""
     run = new_run(cell, mesh)
-    part = Part(initial=bridge.fragments(bridge.masters(run.buffers)))
+    part = Part(initial=bridge.owned(run.buffers, "master"))
     set_weights(run)
     keep_gradients(run, part.gradients)
     for _ in range(STEPS):
@@ -222,54 +227,78 @@ def next_step(cell: Cell) -> Outcome:
 def _trained(cell: Cell) -> Cell:
     """The cell with everything set to one value on which the numbers do not depend."""
     same = dataclasses.replace(
-        cell, dp=1, tp=1, sp=False, recompute=(), vocab_multiple=1, overlap=True, bucket_bytes=0
+        cell,
+        dp=1,
+        tp=1,
+        sp=False,
+        recompute=(),
+        vocab_multiple=1,
+        overlap=True,
+        bucket_bytes=0,
+        zero=0,
+        replicas=1,
     )
     # Without dropout nothing depends on how sequences are grouped.
     return same if cell.dropout else dataclasses.replace(same, micro_batch=8)
 
 
+@dataclass(frozen=True)
+class State:
+    """Logical weights and moments after `step` updates."""
+
+    weights: Weights
+    moments: dict[str, Weights] = field(default_factory=dict)
+    step: int = 0
+
+
 @functools.cache
 def _reference(cell: Cell) -> tuple[Outcome, State]:
-    shapes = bridge.masters(new_run(cell, create_mesh(Grid(1), 0)).buffers)
-    return _advanced(cell, State.start(bridge.random_weights(shapes)), STEPS)
+    shapes = bridge.placements(new_run(cell, create_mesh(Grid(1), 0)).buffers)
+    return _advanced(cell, State(bridge.random_weights(shapes)), STEPS)
 
 
 def _advanced(cell: Cell, state: State, steps: int) -> tuple[Outcome, State]:
     """What some more updates give, and the state after them; that before is not changed."""
-    optim = config_of(cell).optim
-    matrices = {n for n in state.weights if n.endswith(".weight") and "norm" not in n}
-    rates = Rates(
-        lr=lambda step: optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        clip=optim.clip,
-        decayed=frozenset(matrices | {"embed.positions"}),
-    )
-    copies = ({**x} for x in (state.weights, state.first, state.second))
-    state = State(*copies, step=state.step)
-    outcome = Outcome()
-    for _ in range(steps):
-        losses, grads = reference_gradients(cell, state.weights, state.step + 1)
-        plain.update(state, losses[0], grads, rates)
+    optim, outcome = config_of(cell).optim, Outcome()
+    weights, moments = {**state.weights}, {kind: {**x} for kind, x in state.moments.items()}
+    for step in range(state.step + 1, state.step + steps + 1):
+        losses, grads = reference_gradients(cell, weights, step)
+        norm = math.sqrt(sum(x * x for g in grads.values() for x in g.flatten().tolist()))
+        coefficient = min(1.0, optim.clip / (norm + 1e-6))
+        clipped = {name: coefficient * g for name, g in grads.items()}
+        logical.update(optim, weights, moments, clipped, lr=optim.lr, step=step)
         outcome.losses.append(losses[0])
         outcome.z_losses.append(losses[1])
-        outcome.norms.append(state.norm)
+        outcome.norms.append(norm)
         outcome.gradients.append(grads)
-    outcome.weights, outcome.first, outcome.second = state.weights, state.first, state.second
-    return outcome, state
+        outcome.weights.append({**weights})
+    outcome.moments = moments
+    return outcome, State(weights, moments, state.step + steps)
 
 
 def first_difference(cell: Cell) -> str | None:
-    """The first quantity of a step, in the order of computing, that is not the reference's."""
-    parts, wanted = [held for (held,) in run_ranks(train_here, cell.world, [cell])], reference(cell)
+    """The first quantity, in the order of computing, that is not the reference's."""
+    return first_of(
+        [held for (held,) in run_ranks(train_here, cell.world, [cell])], reference(cell)
+    )
+
+
+def first_of(parts: Sequence[Part], wanted: Outcome) -> str | None:
+    """The first quantity that ranks compute otherwise than wanted; "copies" where they disagree."""
     found = joined(parts)
-    differences = {
-        "loss": relative(found.losses[0], wanted.losses[0]),
-        "gradients": bridge.worst_difference(found.gradients[0], wanted.gradients[0])[0],
-        "norm": relative(found.norms[0], wanted.norms[0]),
-        "weights": bridge.worst_difference(found.weights, wanted.weights)[0],
-        "anything": difference(found, wanted)[0],
-        "copies": float(len(unequal(parts))),
-    }
-    return next((name for name, x in differences.items() if x > 1e-9), None)
+    differences = {}
+    for i, norm in enumerate(wanted.norms):
+        of_step = f" of step {i + 1}" if i else ""
+        differences |= {
+            f"loss{of_step}": relative(found.losses[i], wanted.losses[i]),
+            f"gradients{of_step}": worst(found.gradients[i], wanted.gradients[i]),
+            f"norm{of_step}": relative(found.norms[i], norm),
+            f"weights{of_step}": worst(found.weights[i], wanted.weights[i]),
+        }
+    differences["moments"] = difference(found, wanted)[0]  # what else there is
+    differences["copies"] = float(len(unequal(parts)))
+    return next((name for name, x in differences.items() if not x <= 1e-9), None)
+
+
+def worst(found: Weights, wanted: Weights) -> float:
+    return bridge.worst_difference(found, wanted)[0]

@@ -53,12 +53,22 @@ def plain_gradients(model: nn.Module) -> list[Stored]:
     return [(e.placement, e.parameter.grad) for e in declared_parameters(model)]
 
 
-def buffer_gradients(buffers: Buffers) -> list[Stored]:
-    return [(slot.entry.placement, slot.gradient) for slot in buffers.slots()]
+def placements(buffers: Buffers) -> list[Stored]:
+    """What `random_weights` wants to know of the parameters of some buffers."""
+    return [(slot.entry.placement, torch.empty(0)) for slot in buffers.slots()]
 
 
-def masters(buffers: Buffers) -> list[Stored]:
-    return [(slot.entry.placement, slot.master) for slot in buffers.slots()]
+def owned(buffers: Buffers, name: str) -> Fragments:
+    """What this rank owns: copies of its slices of "master" or "own_gradient", in logical boxes."""
+    return [(f, view.clone()) for _, f, view in buffers.owned(name)]
+
+
+@torch.no_grad()
+def set_owned(buffers: Buffers, name: str, weights: Weights) -> None:
+    """Fill what this rank owns from logical tensors."""
+    buffers.wait()
+    for _, f, view in buffers.owned(name):
+        view.copy_(weights[f.tensor][f.box.slices()])
 
 
 @torch.no_grad()

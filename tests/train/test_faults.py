@@ -52,7 +52,8 @@ def test_a_nan_on_one_rank_stops_all_before_the_update(
 
     ranks = run(["train", config], 2, code=1, prepare=at_step(3, rank, spoil))
     for said in ranks.err:
-        assert "NonFiniteError: step 3: loss = nan" in said
+        assert said.splitlines()[-5].startswith("penteract: step 3: loss = nan")
+        assert "Traceback" not in said
         assert said.count("sample") >= 4
         for index in range(8, 12):  # the third batch of four
             assert f"{index}" in said
@@ -187,11 +188,16 @@ def test_a_reader_that_dies_is_an_error_and_no_hang(tmp_path: Path, config: Path
     assert max(metrics(tmp_path / "run")) == 3
 
 
-def test_an_unused_parameter_does_not_stop_a_run(tmp_path: Path, config: Path) -> None:
-    """One that no rank's loss reaches counts as zero, on every rank alike."""
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_an_unused_parameter_does_not_stop_a_run_and_is_named(
+    tmp_path: Path, config: Path, everywhere: bool
+) -> None:
+    """One that a rank's loss does not reach counts as zero; said once, if it is so on all ranks."""
 
     def prepare(rank: int) -> None:
         real = Stage.forward
+        if rank == 0 and not everywhere:
+            return
 
         def cut(self: Stage, batch: Any, stream: Any = None, **more: Any) -> Any:
             norm = self.layers[-2]
@@ -203,5 +209,26 @@ def test_an_unused_parameter_does_not_stop_a_run(tmp_path: Path, config: Path) -
 
         Stage.forward = cut  # type: ignore[method-assign]
 
-    run(["train", config], 2, prepare=prepare)
+    ranks = run(["train", config], 2, prepare=prepare)
     assert newest(tmp_path / "run").name == "step-00000006"
+    said = "warning: no loss reaches norm.weight: they do not learn"
+    assert ranks.err[0].count("warning:") == everywhere
+    assert (said in ranks.err[0]) == everywhere, ranks.err[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_parameter_reached_on_one_tensor_rank_is_used(tmp_path: Path, rank: int) -> None:
+    config = write_config(tmp_path, {"parallel": {"tp": 2}})
+
+    def prepare(mine: int) -> None:
+        real = Run.update
+
+        def update(self: Run) -> dict[str, Any]:
+            line = real(self)
+            self.unused = ["norm.weight", *(["head.weight"] if mine == rank else [])]
+            return line
+
+        Run.update = update  # type: ignore[method-assign]
+
+    ranks = run(["train", config], 2, prepare=prepare)
+    assert "warning: no loss reaches norm.weight: they do not learn" in ranks.err[0]

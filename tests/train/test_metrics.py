@@ -37,6 +37,20 @@ def test_lines_are_appended_after_a_cut_one(tmp_path: Path) -> None:
         assert "\n".join(lines[:-1]) == left.rstrip("\n")
 
 
+def test_a_skipped_step_says_so_and_has_no_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = Metrics(tmp_path, steps=3, every=1, tensorboard=True)
+    nothing = {"loss": None, "grad_norm": None}
+    metrics.step({"step": 2, **LINE, **nothing, "skipped": True, "loss_scale": 512.0})
+    metrics.close()
+    assert "step      2  skipped: loss or gradient not finite  scale 512  lr 1 " in (
+        capsys.readouterr().err
+    )
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (line["loss"], line["grad_norm"], line["skipped"]) == (None, None, True)
+
+
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = Metrics(tmp_path / "none", steps=3, every=1, active=False)
     metrics.step({"step": 1, **LINE})

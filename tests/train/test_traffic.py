@@ -20,13 +20,13 @@ from penteract.nn.block import Block
 from penteract.nn.build import Build
 from penteract.nn.mlp import MLP
 from penteract.nn.model import Stage
-from penteract.parallel import buffers
+from penteract.parallel import buckets as buckets_module
+from penteract.parallel.buckets import Sharding
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import materialise
 from penteract.parallel.tensor import Features, RowLinear, TensorParallel
 from penteract.placement import Init
 from penteract.testing import run_ranks, world_axis
-from penteract.train import traffic
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
 from penteract.train.traffic import all_reduced, step_bytes
@@ -37,6 +37,11 @@ NORMAL = Init("normal", 0.4)
 # World, model, and what is special: {section: {key: value}}. Five sequences of five tokens in
 # micro-batches of two leave parts that no axis divides, and empty micro-batches from dp = 2 on.
 TABLE: list[tuple[int, str, dict[str, dict[str, Any]]]] = [
+    *((2, "llama", {"parallel": {"zero": stage}}) for stage in (1, 2, 3)),
+    (3, "gpt2", {"parallel": {"zero": 3}, "train": {"dtype": "bfloat16"}}),
+    (4, "llama", {"parallel": {"zero": 3, "tp": 2, "sp": True}}),
+    (4, "llama", {"parallel": {"zero": 2, "replicas": 2}, "train": {"z_loss": 1e-3}}),
+    (4, "llama", {"parallel": {"zero": 1, "tp": 2}, "optim": {"name": "muon"}}),
     (2, "llama", {"parallel": {"tp": 2}}),
     (2, "llama", {"parallel": {"tp": 2, "sp": True}}),
     (2, "llama", {"parallel": {"tp": 2, "sp": True, "recompute": ["layer"]}}),
@@ -129,20 +134,21 @@ def test_gradient_buckets_are_those_of_the_buffers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With buckets so small that several parameters fill one and a large one fills its own."""
-    for owner in (buffers, traffic):
-        monkeypatch.setattr(owner, "BUCKET_BYTES", 1000)
+    monkeypatch.setattr(buckets_module, "BUCKET_BYTES", 1000)
+    monkeypatch.setattr(buckets_module, "SLICE_BYTES", 0)
     config = config_of(name, {"parallel": {"tp": 4, "sp": True}})
     grid, spec = Grid(12, tp=4), model_spec(config.model)
     for rank in range(4):
         axis = Axis("tp", 4, rank, (0, 1, 2, 3))
         model = Stage(spec, TensorParallel(axis, sequence=True), dtype=torch.float32)
         data = single("dp-cp")
-        flat = Buffers(model, data, seed=0, more_axes=[axis], bucket_bytes=1000).buffers
-        buckets = [bucket.gradient.nbytes for buffer in flat for bucket in buffer.buckets]
-        assert len(buckets) > len(flat)
+        buffers = Buffers(model, Sharding.whole(data), seed=0, more_axes=[axis])
+        buckets = [bucket.gradient.nbytes for bucket in buffers.buckets]
+        assert len(buckets) > len(buffers.kinds)
         said = step_bytes(config, grid, rank)
         assert said["dp-cp"]["gradients"] == sum(all_reduced(size, 3) for size in buckets)
-        partial = sum(buffer.gradient.nbytes for buffer in flat if "tp" in buffer.more_axes)
+        kinds = [bucket for bucket in buffers.buckets if "tp" in bucket.kind.more_axes]
+        partial = sum(bucket.gradient.nbytes for bucket in kinds)
         assert said["tp"]["gradients"] == all_reduced(partial, 4)
 
 
@@ -233,8 +239,8 @@ def test_gradients_that_are_partial_over_tp_are_one_message_of_the_step(
     config = config_of(name, {"parallel": {"tp": 2, "sp": True}})
     axis = Axis("tp", 2, 0, (0, 1))
     model = Stage(model_spec(config.model), TensorParallel(axis, True), dtype=torch.float32)
-    flat = Buffers(model, single("dp-cp"), seed=0, more_axes=[axis]).buffers
-    assert sum("tp" in buffer.more_axes for buffer in flat) == kinds
+    found = Buffers(model, Sharding.whole(single("dp-cp")), seed=0, more_axes=[axis]).kinds
+    assert sum("tp" in kind.more_axes for kind in found) == kinds
     micro = 3  # of five sequences
     pairs = 2 * config.model.layers + 1
     for calls, _ in run_ranks(lambda: counted(config), 2):

@@ -72,12 +72,12 @@ def test_equal_layouts_give_0_a_table_and_json(
 def test_a_difference_gives_1_and_the_json_all_the_same(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    loss = Head.loss
+    loss = Head.forward
 
     def more(self: Head, *arguments: Any, **options: Any) -> Any:
         return {k: v * self.tp.axis.size for k, v in loss(self, *arguments, **options).items()}
 
-    monkeypatch.setattr(Head, "loss", more)
+    monkeypatch.setattr(Head, "forward", more)
     words = ["--layout", "tp=2", "--layout", "dp=2", "--json", str(tmp_path / "out.json")]
     assert main(["verify", config, *words]) == 1
     said = capsys.readouterr().out

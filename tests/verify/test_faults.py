@@ -19,6 +19,7 @@ from penteract.config_file import from_dict
 from penteract.mesh import Axis
 from penteract.nn import loss as loss_module
 from penteract.nn.loss import Head
+from penteract.optim.optimizer import Optimizer
 from penteract.parallel import buffers as buffers_module
 from penteract.parallel import tensor as tensor_module
 from penteract.parallel.tensor import RowLinear, TensorParallel, linear
@@ -92,15 +93,16 @@ def local_dropout(patch: Patch) -> None:
 
 def unequal_replica(patch: Patch) -> None:
     """One rank's copy of the weights differs in the last bit after a step."""
-    publish = buffers_module.Buffers.publish
+    step = Optimizer.step
 
-    def shift(self: Any) -> None:
-        publish(self)
-        if self.axis.size > 1 and self.axis.rank == 1:
-            data = self.buffers[0].data
+    def shifted(self: Optimizer, *arguments: Any) -> None:
+        step(self, *arguments)
+        owners = self.buffers.sharding.replicate
+        if owners.size > 1 and owners.rank == 1:
+            data = self.buffers.kinds[0].buckets[0].master
             data[0] = np.nextafter(data[0].item(), 10.0)
 
-    patch.setattr(buffers_module.Buffers, "publish", shift)
+    patch.setattr(Optimizer, "step", shifted)
 
 
 def lost_tensor(patch: Patch) -> None:
@@ -160,12 +162,12 @@ def local_smoothing(patch: Patch) -> None:
 
 def loss_times_tp(patch: Patch) -> None:
     """A factor of the number of tensor ranks in the loss."""
-    loss = Head.loss
+    loss = Head.forward
 
     def more(self: Head, *arguments: Any, **options: Any) -> Any:
         return {k: v * self.tp.axis.size for k, v in loss(self, *arguments, **options).items()}
 
-    patch.setattr(Head, "loss", more)
+    patch.setattr(Head, "forward", more)
 
 
 def head_not_summed(patch: Patch) -> None:

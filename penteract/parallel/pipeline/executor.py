@@ -16,8 +16,8 @@ Forward = Callable[[int, int], dict[str, Tensor]]  # (stage, micro-batch) -> sca
 def execute(actions: Sequence[Action], forward: Forward, buffers: Buffers) -> dict[str, Tensor]:
     """Run the actions; gradients are in `buffers` afterwards. Returns each loss term's sum.
 
-    All terms of a forward are roots of its backward. Before the last backward the buffers are told,
-    so that they reduce what it completes.
+    All terms of a forward are roots of its backward. The buffers are told of every backward, and
+    which is the last, so that they reduce what it completes.
     """
     last = max((i for i, action in enumerate(actions) if action.kind == "B"), default=-1)
     alive: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -28,9 +28,9 @@ def execute(actions: Sequence[Action], forward: Forward, buffers: Buffers) -> di
             alive[key] = forward(*key)
             continue
         terms = alive.pop(key)
-        if i == last:
-            buffers.last_micro_batch()
+        buffers.begin_backward(last=i == last)
         torch.autograd.backward(list(terms.values()))
+        buffers.end_backward()
         for name, term in terms.items():
             totals[name] = totals.get(name, 0) + term.detach()
     assert not alive, f"forwards without a backward: {sorted(alive)}"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penteract.mesh import single
+from penteract.parallel.buckets import Sharding
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import adopt
 from penteract.parallel.pipeline.executor import execute
@@ -17,12 +18,13 @@ class Recorded(Buffers):
     """Buffers that note when they were told of the last micro-batch."""
 
     def __init__(self, model: nn.Module, events: list[str]) -> None:
-        super().__init__(model, single("dp-cp"), seed=0)
+        super().__init__(model, Sharding.whole(single("dp-cp")), seed=0)
         self.events = events
 
-    def last_micro_batch(self) -> None:
-        self.events.append("last")
-        super().last_micro_batch()
+    def begin_backward(self, *, last: bool) -> None:
+        if last:
+            self.events.append("last")
+        super().begin_backward(last=last)
 
 
 def run(actions: list[Action]) -> tuple[list[str], dict[str, Tensor], Tensor]:

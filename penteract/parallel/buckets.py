@@ -1,0 +1,228 @@
+"""How parameters lie in contiguous buffers: kinds, buckets, and each rank's slice of a bucket.
+
+Parameters of one kind (same type, decay, and axes) lie one behind the other in the order in which
+backward reaches them, cut into buckets. Every bucket is cut into equal slices, one for each rank of
+`Sharding.shard`: what a rank owns of gradients, masters and moments are its slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from penteract.mesh import Axis, single
+from penteract.parallel.parameters import Declared
+from penteract.placement import Fragment, flat_view
+from penteract.wire import Pending
+
+ALIGNMENT = 64  # elements; a parameter and a slice start on a cache line whatever the type
+BUCKET_BYTES = 25 << 20  # at least so much gradient goes in one message …
+SLICE_BYTES = 1 << 20  # … and so much to each owner, or latency would show
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The type in which masters, moments and sums of `dtype` are kept."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who owns what: each bucket is cut over `shard`; ranks of `replicate` own the same slices."""
+
+    shard: Axis
+    replicate: Axis
+    stage: int = 0
+    overlap: bool = True  # reductions start as buckets fill; else at the end of a backward
+
+    @classmethod
+    def whole(cls, axis: Axis, *, overlap: bool = True) -> Sharding:
+        """Stage 0: every rank owns everything."""
+        return cls(single(axis.name), axis, overlap=overlap)
+
+
+@dataclass(frozen=True)
+class Group:
+    """How an optimizer treats some parameters unlike the others."""
+
+    lr: float = 1.0  # factor of the learning rate
+    weight_decay: float | None = None  # instead of the common one
+    frozen: bool = False  # no gradient, no state
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A range of a kind's flat order that is reduced in one message, and the rank's slice of it."""
+
+    kind: Kind
+    start: int  # in the kind's flat order, elements
+    numel: int  # a multiple of the number of slices
+    unit: int = 0  # the part of the model that it belongs to, in stage 3
+    slots: list[Slot] = field(default_factory=list)
+    pending: int = 0  # slots still to become ready
+    kept: bool = True  # parameters stay whole between uses
+    parameters: Tensor | None = None  # [numel]; None where they are not kept and not gathered
+    gradient: Tensor | None = None  # [numel]; None between micro-batches from stage 2 on
+    own_parameters: Tensor = field(default_factory=lambda: torch.empty(0))  # [numel/n]
+    own_gradient: Tensor = field(default_factory=lambda: torch.empty(0))  # [numel/n]
+    master: Tensor = field(default_factory=lambda: torch.empty(0))  # [numel/n]
+    summed: bool = False  # own_gradient holds an earlier micro-batch of this step
+    gathering: Pending | None = None
+
+    @property
+    def own(self) -> slice:
+        """This rank's slice, within the bucket."""
+        n = self.numel // self.kind.sharding.shard.size
+        return slice(n * self.kind.sharding.shard.rank, n * (self.kind.sharding.shard.rank + 1))
+
+    def wait(self) -> None:
+        """Return once the parameters are those of the last step."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def owned(self, flat: Tensor) -> Iterator[tuple[Slot, Fragment, Tensor]]:
+        """What of each parameter a flat tensor of the slice's length holds, with its values."""
+        first, last = self.start + self.own.start, self.start + self.own.stop
+        for slot in self.slots:
+            start, stop = max(first, slot.start), min(last, slot.start + slot.numel)
+            if start >= stop:
+                continue
+            shape, at = slot.entry.placement.shape, start - slot.start
+            part = flat[start - first : stop - first]
+            for fragment in slot.entry.placement.fragments(at, stop - slot.start):
+                view = flat_view(part, shape, fragment.local, at)
+                yield slot, fragment, view.view(fragment.box.size)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place in its bucket."""
+
+    entry: Declared
+    start: int  # in the kind's flat order, elements
+    bucket: Bucket
+    uses: int  # how often a backward completes it: 2 for a tied weight
+    fresh: bool = True  # nothing of this step, or from stage 2 of this micro-batch, is written yet
+    touched: bool = False  # it had a gradient in this step
+    pending: int = 0  # completions still to come in this backward
+
+    @property
+    def numel(self) -> int:
+        return self.entry.placement.numel
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter's part of a flat tensor of the bucket's length, in its shape."""
+        at = self.start - self.bucket.start
+        return flat[at : at + self.numel].view(self.entry.placement.shape)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient where the stage keeps it whole, 0 and 1."""
+        assert self.bucket.gradient is not None
+        return self.view(self.bucket.gradient)
+
+    @property
+    def master(self) -> Tensor:
+        """The master where every rank owns it whole, in stage 0."""
+        return self.view(self.bucket.master)
+
+
+@dataclass(eq=False)
+class Kind:
+    """What parameters of one buffer have in common."""
+
+    dtype: torch.dtype
+    decay: bool
+    matrix: bool
+    group: Group
+    split_axes: tuple[str, ...]
+    more_axes: tuple[str, ...]  # where gradients are partial besides the data ranks
+    sharding: Sharding
+    buckets: list[Bucket] = field(default_factory=list)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of gradients, masters and moments."""
+        return at_least_float32(self.dtype)
+
+
+_Key = tuple[torch.dtype, bool, bool, Group, tuple[str, ...], tuple[str, ...]]
+
+
+def lay_out(
+    order: Sequence[Declared],
+    units: Sequence[int],
+    sharding: Sharding,
+    *,
+    group_of: Callable[[Declared], Group],
+    bucket_bytes: int | None,
+) -> list[Kind]:
+    """Kinds with their buckets and slots, without memory.
+
+    `order` is that in which backward completes the parameters; `units` are the parts of the model
+    that they belong to. In stage 3 a bucket is what one unit has of a kind.
+    """
+    members: dict[_Key, list[tuple[Declared, int]]] = {}
+    reduced = sharding.shard.name.split("-")
+    for entry, unit in zip(order, units, strict=True):
+        p = entry.placement
+        more = tuple(axis for axis in sorted(p.partial_axes) if axis not in reduced)
+        group = group_of(entry)
+        if not entry.parameter.requires_grad:
+            group = Group(frozen=True)
+        key = (entry.parameter.dtype, p.decay, p.matrix, group, p.split_axes, more)
+        members.setdefault(key, []).append((entry, unit))
+    kinds = []
+    for key, entries in members.items():
+        kind = Kind(*key, sharding)
+        limit_bytes = bucket_bytes or max(BUCKET_BYTES, SLICE_BYTES * sharding.shard.size)
+        start = 0
+        for together, unit in _groups(entries, sharding, limit_bytes // kind.wide.itemsize):
+            bucket = _bucket(kind, together, start, unit)
+            kind.buckets.append(bucket)
+            start += bucket.numel
+        kinds.append(kind)
+    return kinds
+
+
+def unit_numbers(model: nn.Module, entries: Sequence[Declared]) -> list[int]:
+    """Which of the model's `units` each parameter belongs to: the first that holds it."""
+    units = getattr(model, "units", [model])
+    number = {id(m): i for i, unit in enumerate(units) for m in unit.modules()}
+    return [number[id(entry.holders[0][0])] for entry in entries]
+
+
+def _groups(
+    entries: Sequence[tuple[Declared, int]], sharding: Sharding, limit: int
+) -> Iterator[tuple[list[Declared], int]]:
+    """Entries of a bucket and their unit: closed by what fills it, in stage 3 by a unit's end."""
+    group: list[Declared] = []
+    for i, (entry, unit) in enumerate(entries):
+        group.append(entry)
+        full = sum(_aligned(e.placement.numel) for e in group) >= limit
+        unit_ends = i + 1 == len(entries) or entries[i + 1][1] != unit
+        if unit_ends if sharding.stage == 3 else full:
+            yield group, unit
+            group = []
+    if group:
+        yield group, unit
+
+
+def _bucket(kind: Kind, entries: Sequence[Declared], start: int, unit: int) -> Bucket:
+    bucket, at = Bucket(kind, start, 0, unit), start
+    for entry in entries:
+        bucket.slots.append(Slot(entry, at, bucket, len(entry.holders)))
+        at += _aligned(entry.placement.numel)
+    slices = ALIGNMENT * kind.sharding.shard.size
+    bucket.numel = -(-(at - start) // slices) * slices
+    # Vectors are small, and a tied weight is used at both ends of the model.
+    tied = any(slot.uses > 1 for slot in bucket.slots)
+    bucket.kept = kind.sharding.stage < 3 or not kind.decay or tied
+    return bucket
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
