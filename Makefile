@@ -50,7 +50,8 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
 
 bench: bench-install
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	for script in benchmarks/*.py; do \
+		$(BIN)/python $$script || [ $$? = 2 ] || exit 1; done  # 2: a peer is not installed
 
 .PHONY: bench-install
 bench-install: $(STAMP)
