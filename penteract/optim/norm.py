@@ -55,6 +55,8 @@ def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
+    if len(x) == 0:  # a tensor rank may hold nothing of a kind
+        return x.new_zeros((), dtype=torch.float64)
     largest = torch.linalg.vector_norm(x, float("inf")).double()
     # Of a NaN and a number a reduction may keep the number; infinity wins everywhere.
     return torch.where(largest.isnan(), float("inf"), largest)

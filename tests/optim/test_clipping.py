@@ -111,3 +111,12 @@ def test_a_float32_norm_of_many_elements_keeps_its_digits() -> None:
         flat.normal_(generator=torch.Generator().manual_seed(0))
         wanted = torch.linalg.vector_norm(flat.double()).item()
     assert gradient_norm(buffers, {}).item() == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [2.0, float("inf")])
+def test_a_rank_that_holds_nothing_of_a_kind_has_a_norm(order: float) -> None:
+    """As with more tensor ranks than heads."""
+    layer = Layer()
+    layer.declare("weight", replicated("w", (0,), Init("zeros")), torch.float32)
+    buffers = Buffers(layer, Sharding.whole(single("dp-cp")), seed=0)
+    assert gradient_norm(buffers, {}, order=order).item() == 0.0
