@@ -20,10 +20,10 @@ dtype (an all-reduce and a broadcast as a ring sends them):
 
 On a CPU a reduce-scatter, and from 3 ranks on a small all-reduce (all copies together up to 1 MiB),
 are an all-to-all and a sum in rank order, which every rank takes alike, so that they agree to the
-bit. The backend's own serves other all-reduces and agrees to the bit as well. 16-bit floats are
-summed in float32 there. On two cores gloo's own reduce-scatter takes 1.5 to 2.5 times as long
-(16 KiB to 16 MiB, 2 and 4 ranks); its small all-reduce 1.6 to 2.1 times on 4 ranks, on 2 half of
-it: `benchmarks/collectives.py`.
+bit; a reduce-scatter in place sends the same parts from pair to pair. The backend's own serves
+other all-reduces and agrees to the bit as well. 16-bit floats are summed in float32 there. On two
+cores gloo's own reduce-scatter takes 1.5 to 2.5 times as long (16 KiB to 16 MiB, 2 and 4 ranks);
+its small all-reduce 1.6 to 2.1 times on 4 ranks, on 2 half of it: `benchmarks/collectives.py`.
 """
 
 from __future__ import annotations

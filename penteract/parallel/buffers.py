@@ -110,7 +110,7 @@ class Buffers:
             if sharding.stage == 3
             else None
         )
-        self.publish()
+        self.publish(frozen=True)
 
     def _install(self, model: nn.Module) -> None:
         for slot in self.slots():
@@ -201,11 +201,15 @@ class Buffers:
             _sum_together([bucket.own_gradient for bucket in partial], axis)
         return [slot.entry.name for slot in self.slots() if not slot.touched]
 
-    def publish(self) -> None:
-        """Give every rank the parameters that the masters are now, rounded; wait where used."""
+    def publish(self, *, frozen: bool = False) -> None:
+        """Give every rank the parameters that the masters are now, rounded; wait where used.
+
+        With `frozen` those that no step changes too, as after loading.
+        """
         if self.gathering is not None:
             self.gathering.drop()
-        for bucket in reversed(self.all_buckets):  # the order of the next forward
+        changed = self.all_buckets if frozen else self.buckets
+        for bucket in reversed(changed):  # the order of the next forward
             if bucket.master is not bucket.own_parameters:
                 bucket.own_parameters.copy_(bucket.master)
             if bucket.parameters is not None and self.sharding.shard.size > 1:

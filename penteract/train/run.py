@@ -265,7 +265,7 @@ class Run:
         self._start_state(fresh)
         self.step, self.tokens = manifest.state["step"], manifest.state["tokens"]
         self.skipped = manifest.state.get("skipped", 0)
-        self.buffers.publish()
+        self.buffers.publish(frozen=True)
         self.optimizer.updates = manifest.state["updates"]
         self.loss_scale.load(manifest.state.get("loss_scale"))
         theirs, mine = (to_dict(c)["optim"] for c in (from_dict(manifest.config), self.config))
@@ -309,7 +309,7 @@ class Run:
         for view, (_, values) in zip(views, wanted, strict=True):
             if values is not view:
                 view.copy_(values)
-        self.buffers.publish()
+        self.buffers.publish(frozen=True)
 
     def _check_same(self, path: Path, config: dict[str, Any], state: dict[str, Any]) -> None:
         theirs = from_dict(config)  # with the defaults of keys that came after it

@@ -20,7 +20,8 @@ this rank, h hidden, l layers, e bytes a number and w at least float32's 4:
 | world | metrics               | 1 all-reduce a step         | 5·8                       |
 
 A sum is an all-reduce, with sp a reduce-scatter; 2l+1 of them follow the embedding and both halves
-of every block, and 2l+1 gathers precede the two halves and the head.
+of every block, and 2l+1 gathers precede the two halves and the head. Over tp a backward through the
+whole model is counted: where the first layers are frozen, what is sent is less.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def step_bytes(config: Config, grid: Grid, rank: int, *, step: int = 1) -> Sent:
     spec, at = model_spec(config.model), grid.coordinates(rank)
     tp, sharding = _split(config, grid, rank)
     buckets, splits = _parameters(spec, tp, sharding, config)
-    partial = [bucket for bucket in buckets if "tp" in bucket.kind.more_axes]
+    trained = [bucket for bucket in buckets if not bucket.kind.group.frozen]
+    partial = [bucket for bucket in trained if "tp" in bucket.kind.more_axes]
     train, terms = config.train, 2 if config.train.z_loss else 1
     parts = micro_batches(global_batch(step, train), train.micro_batch, grid.dp, at["dp"])
     data, world = grid.size("dp-cp"), grid.world
@@ -101,7 +103,7 @@ def _split(config: Config, grid: Grid, rank: int) -> tuple[TensorParallel, Shard
     replicas = n if parallel.zero == 0 else parallel.replicas
     run, place = divmod(_group(grid, "dp-cp", rank).index(rank), n // replicas)
     shard, replicate = axis("dp-cp", n // replicas, place), axis("dp-cp", replicas, run)
-    return tp, Sharding(shard, replicate, parallel.zero)
+    return tp, Sharding(shard, replicate, parallel.zero, parallel.dp_overlap)
 
 
 def _muon(spec: ModelSpec, config: Config, grid: Grid, rank: int) -> int:
@@ -111,7 +113,8 @@ def _muon(spec: ModelSpec, config: Config, grid: Grid, rank: int) -> int:
     for r in group:
         buckets, _ = _parameters(spec, *_split(config, grid, r), config)
         flats = [(b, torch.empty(b.own.stop - b.own.start, device="meta")) for b in buckets]
-        matrices = [(b, flat) for b, flat in flats if b.kind.matrix]
+        trained = [(b, flat) for b, flat in flats if not b.kind.group.frozen]
+        matrices = [(b, flat) for b, flat in trained if b.kind.matrix]
         parts.append([fragment for b, flat in matrices for _, fragment, _ in b.owned(flat)])
     shapes = {fragment.tensor: fragment.shape for held in parts for fragment in held}
     names = sorted(shapes)
@@ -174,7 +177,7 @@ def _micro_batch(
 def _parameters(
     spec: ModelSpec, tp: TensorParallel, sharding: Sharding, config: Config
 ) -> tuple[list[Bucket], int]:
-    """The buckets of a rank, in the order of backward, and how many kinds of splits they have."""
+    """The buckets of a rank in the order of backward, and how many kinds of splits are trained."""
     dtype, multiple = getattr(torch, config.train.dtype), config.parallel.vocab_multiple
     model = Stage(spec, tp, dtype=dtype, vocab_multiple=multiple)  # declared: without memory
     entries = declared_parameters(model)[::-1]
@@ -182,8 +185,8 @@ def _parameters(
     kinds = lay_out(
         entries, unit_numbers(model, entries), sharding, group_of=groups, bucket_bytes=None
     )
-    kinds = [kind for kind in kinds if not kind.group.frozen]
-    return [b for kind in kinds for b in kind.buckets], len({kind.split_axes for kind in kinds})
+    splits = {kind.split_axes for kind in kinds if not kind.group.frozen}
+    return [bucket for kind in kinds for bucket in kind.buckets], len(splits)
 
 
 def _data(buckets: Sequence[Bucket], sharding: Sharding, micro_batches: int) -> dict[str, int]:
@@ -191,20 +194,35 @@ def _data(buckets: Sequence[Bucket], sharding: Sharding, micro_batches: int) -> 
     n, r, stage = sharding.shard.size, sharding.replicate.size, sharding.stage
     gradients = parameters = 0
     for bucket in buckets:
+        if bucket.kind.group.frozen:
+            continue
         own, wide = bucket.numel // n, bucket.kind.wide.itemsize
         reductions = micro_batches if stage >= 2 else 1
         gradients += reductions * (n - 1) * own * wide + all_reduced(own * wide, r)
         parameters += (n - 1) * own * bucket.kind.dtype.itemsize * bucket.kept
     absent = [bucket for bucket in buckets if not bucket.kept][::-1]  # the order of forward
     units = sorted({bucket.unit for bucket in absent})
+    trained = [bucket.unit for bucket in buckets if not bucket.kind.group.frozen]
+    first = sum(unit < min(trained, default=0) for unit in units)
+    times = gathers(len(units), micro_batches, first=first, overlap=sharding.overlap)
     for bucket in absent:
         own_bytes = bucket.numel // n * bucket.kind.dtype.itemsize
-        times = gathers(units.index(bucket.unit), len(units), micro_batches)
-        parameters += times * (n - 1) * own_bytes
+        parameters += times[units.index(bucket.unit)] * (n - 1) * own_bytes
     return {"gradients": gradients, "parameters": parameters}
 
 
-def gathers(place: int, units: int, micro_batches: int) -> int:
-    """How often a step gathers unit `place` of `units`: the ring still holds the last `SLOTS`."""
-    forward = 1 + (micro_batches - 1) * (place >= SLOTS)
-    return forward + micro_batches * (place < units - SLOTS)
+def gathers(units: int, micro_batches: int, *, first: int = 0, overlap: bool = True) -> list[int]:
+    """How often a step gathers each of `units`: those that the ring of `SLOTS` holds no more.
+
+    Units before `first` have no backward, since everything up to them is frozen.
+    """
+    resident: list[int | None] = [None] * SLOTS
+    times = [0] * units
+    forward = [(i, i + 1) for i in range(units)]
+    backward = [(i, i - 1) for i in reversed(range(first, units))]
+    for place, following in (forward + backward) * micro_batches:
+        for i in (place, following) if overlap else (place,):
+            if 0 <= i < units and resident[i % SLOTS] != i:
+                resident[i % SLOTS] = i
+                times[i] += 1
+    return times

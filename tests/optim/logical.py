@@ -99,7 +99,7 @@ def setting(
         if bucket.kind.group.frozen:
             for _, fragment, view in bucket.owned(bucket.own_parameters):
                 view.copy_(weights[fragment.tensor][fragment.box.slices()])
-    buffers.publish()
+    buffers.publish(frozen=True)
     return buffers, build(buffers, optim, mesh.axes), weights
 
 

@@ -34,6 +34,7 @@ from penteract.train.traffic import all_reduced, step_bytes
 Calls = dict[str, int]
 NORMAL = Init("normal", 0.4)
 
+FROZEN = {"rules": [{"match": p, "freeze": True} for p in ("layers.0.*", "embed.*", "norm.*")]}
 # World, model, and what is special: {section: {key: value}}. Five sequences of five tokens in
 # micro-batches of two leave parts that no axis divides, and empty micro-batches from dp = 2 on.
 TABLE: list[tuple[int, str, dict[str, dict[str, Any]]]] = [
@@ -42,6 +43,7 @@ TABLE: list[tuple[int, str, dict[str, dict[str, Any]]]] = [
     (4, "llama", {"parallel": {"zero": 3, "tp": 2, "sp": True}}),
     (4, "llama", {"parallel": {"zero": 2, "replicas": 2}, "train": {"z_loss": 1e-3}}),
     (4, "llama", {"parallel": {"zero": 1, "tp": 2}, "optim": {"name": "muon"}}),
+    *((2, "llama", {"parallel": {"zero": stage}, "optim": FROZEN}) for stage in (1, 3)),
     (2, "llama", {"parallel": {"tp": 2}}),
     (2, "llama", {"parallel": {"tp": 2, "sp": True}}),
     (2, "llama", {"parallel": {"tp": 2, "sp": True, "recompute": ["layer"]}}),

@@ -22,7 +22,7 @@ from penteract.nn.loss import Head
 from penteract.optim.optimizer import Optimizer
 from penteract.parallel import buffers as buffers_module
 from penteract.parallel import tensor as tensor_module
-from penteract.parallel.tensor import RowLinear, TensorParallel, linear
+from penteract.parallel.tensor import RowLinear, linear
 from penteract.train import run as run_module
 from penteract.train.run import Run
 from penteract.verify.layouts import parse_layout
@@ -120,14 +120,19 @@ def lost_tensor(patch: Patch) -> None:
 # --- tensor and sequence parallelism
 
 
-def no_replicate(patch: Patch) -> None:
-    """The input gradient of a column layer is not summed over the ranks."""
-    whole = tensor_module.input_gradient
+def input_not_summed(patch: Patch, module: Any) -> None:
+    """The input gradient of `module`'s layers stays a part of a sum."""
+    whole = module.input_gradient
 
     def partial(dy: Tensor, weight: Tensor, x: Tensor, tp: Any, sizes: Any) -> Any:
         return whole(dy, weight, x, None, sizes)
 
-    patch.setattr(tensor_module, "input_gradient", partial)
+    patch.setattr(module, "input_gradient", partial)
+
+
+def no_replicate(patch: Patch) -> None:
+    """The input gradient of a column layer is not summed over the ranks."""
+    input_not_summed(patch, tensor_module)
 
 
 def norm_not_summed(patch: Patch) -> None:
@@ -172,12 +177,7 @@ def loss_times_tp(patch: Patch) -> None:
 
 def head_not_summed(patch: Patch) -> None:
     """The input gradient of the head is not summed over the ranks."""
-    whole = loss_module.input_gradient
-
-    def partial(dy: Tensor, weight: Tensor, x: Tensor, tp: TensorParallel, sizes: Any) -> Any:
-        return whole(dy, weight, x, None, sizes)
-
-    patch.setattr(loss_module, "input_gradient", partial)
+    input_not_summed(patch, loss_module)
 
 
 def embedding_twice(patch: Patch) -> None:
