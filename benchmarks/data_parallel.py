@@ -6,10 +6,12 @@ A 56-million-parameter Llama in float32, the same weights and tokens, gloo, one 
 
 *steps*: a training step (forward, backward, clipping, fused AdamW) by stage: 0 beside
 DistributedDataParallel, 1 beside ZeroRedundancyOptimizer over it, 3 beside `fully_shard` of every
-block, 2 alone. Ours and torch's take turns in the same processes; a time is that of the slower
-rank. Printed are medians with quartiles; CPU time, of all threads of both ranks, which other load
-moves less; the longer rank's share of our time in `Pending.wait`; and torch / ours round by round
-(above 1: ours is faster). Exit code 1 where losses or norms of the first steps differ.
+block, 2 alone. Where Megatron-Core is installed (`pip install megatron-core==0.16.1 einops`) its
+data parallelism stands beside 0 and its distributed optimizer beside 1: for information, since its
+fused kernels need a GPU. All take turns in the same processes; a time is that of the slower rank.
+Printed are medians with quartiles; CPU time, of all threads of both ranks, which other load moves
+less; the longer rank's share of our time in `Pending.wait`; and theirs / ours round by round (above
+1: ours is faster). Exit code 1 where losses or norms of the first steps differ.
 
 *link*: how much of stage 0's reduction hides behind backward over a link on which it takes half of
 backward's time: no `wait` returns before that link, one message at a time, would have delivered.
@@ -29,12 +31,13 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensor_parallel
 import torch
 import torch.distributed as dist
+from peers import megatron_cpu
 from tensor_parallel import HEAD_SIZE, TOLERANCE, VOCAB, Block, count_waiting, quartiles
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,6 +66,7 @@ WARM_UP = 3
 LINK_SHARE = 0.5  # of backward's time that the reduction takes on the slowed link
 LATENCY_S = 50e-6
 PEERS = {0: "DistributedDataParallel", 1: "ZeroRedundancyOptimizer", 3: "fully_shard"}
+MEGATRON = {0: "Megatron-Core's DDP", 1: "... and distributed optimizer"}
 M_MMAP_THRESHOLD = -3  # in malloc.h
 FORMULA = ((4, 3), (4, 2), (8, 1))  # parameters, gradients, moments; the stage that shares them out
 PARTS = ("steps", "link", "memory")
@@ -122,12 +126,33 @@ def distributed(stage: int, model: Model) -> Callable[[Tensor], Tensor]:
     return model
 
 
+def initial_weights() -> dict[str, Tensor]:
+    """Ours, by logical names."""
+    run = new_run(configuration(0), ranks=1)
+    return {shard.tensor: values for shard, values in run.weights()}
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's tokens and labels of every step, [b, s] each: those of our runs."""
+    source = SyntheticSource(seq=SEQ, vocab=VOCAB, seed=configuration(0).data.seed)
+    (mine,) = micro_batches(BATCH * RANKS, BATCH, RANKS, world_axis().rank)
+    for step in itertools.count():
+        tokens, labels = source.samples([step * BATCH * RANKS + i for i in mine])
+        yield torch.from_numpy(tokens), torch.from_numpy(labels)
+
+
+def mean_over_ranks(loss: float | Tensor) -> Tensor:
+    mean = torch.as_tensor(loss).detach() / RANKS
+    dist.all_reduce(mean)
+    return mean
+
+
 def torch_step(stage: int) -> Call:
     """A step of torch's model, with our initial weights and tokens."""
-    config, steps = configuration(stage), itertools.count()
-    model, start = Model(config), new_run(configuration(0), ranks=1)
-    model.load_state_dict({shard.tensor: values for shard, values in start.weights()})
-    wrapped, optim, rank = distributed(stage, model), config.optim, world_axis().rank
+    config, data = configuration(stage), batches()
+    model = Model(config)
+    model.load_state_dict(initial_weights())
+    wrapped, optim = distributed(stage, model), config.optim
     matrices, norms = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": optim.weight_decay}]
     groups.append({"params": norms, "weight_decay": 0.0})
@@ -138,21 +163,27 @@ def torch_step(stage: int) -> Call:
         adamw = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **views, **how)
     else:
         adamw = torch.optim.AdamW(groups, **how)
-    source = SyntheticSource(seq=SEQ, vocab=VOCAB, seed=config.data.seed)
-    (mine,) = micro_batches(BATCH * RANKS, BATCH, RANKS, rank)
 
     def call() -> list[Tensor]:
-        first = next(steps) * BATCH * RANKS
-        samples = source.samples([first + i for i in mine])
-        tokens, labels = map(torch.from_numpy, samples)
+        tokens, labels = next(data)
         loss = F.cross_entropy(wrapped(tokens).flatten(0, 1), labels.flatten())
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
         adamw.step()
         adamw.zero_grad()
-        mean = loss.detach() / RANKS
-        dist.all_reduce(mean)
-        return [mean, norm.full_tensor() if isinstance(norm, DTensor) else norm]
+        full = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return [mean_over_ranks(loss), full]
+
+    return call
+
+
+def megatron_step(stage: int) -> Call:
+    """A step of Megatron-Core's model, with the same weights and tokens."""
+    step, data = megatron_cpu.stepping(configuration(stage), initial_weights()), batches()
+
+    def call() -> list[Tensor]:
+        loss, norm = step([next(data)])
+        return [mean_over_ranks(loss), torch.tensor(norm)]
 
     return call
 
@@ -170,10 +201,11 @@ def seconds(call: Call, spent: list[float]) -> list[float]:
     return [ended - began, cpu_ended - cpu, spent[0] - before]
 
 
-def measure_steps(stage: int, rounds: int) -> tuple[Tensor, Tensor]:
+def measure_steps(stage: int, rounds: int, megatron: bool) -> tuple[Tensor, Tensor]:
     """On one rank: the first steps' losses and norms, and [rounds, who, what `seconds` gives]."""
     calls = [stepping(new_run(configuration(stage)))]
     calls += [torch_step(stage)] if stage in PEERS else []
+    calls += [megatron_step(stage)] if megatron and stage in MEGATRON else []
     spent = count_waiting()
     first = [[torch.stack([x.double() for x in call()]) for call in calls] for _ in range(WARM_UP)]
     times = torch.zeros(rounds, len(calls), 3, dtype=torch.float64)
@@ -186,8 +218,12 @@ def measure_steps(stage: int, rounds: int) -> tuple[Tensor, Tensor]:
 def report_steps(rounds: int) -> bool:
     """Measure and print every stage; whether all of them compute the same."""
     reference, agree = None, True
+    missing = run_ranks(megatron_cpu.missing_module, 1)[0]  # its import changes the process
+    if missing is not None:
+        print(f"without Megatron-Core, whose module {missing} is missing: {megatron_cpu.INSTALL}")
+    measure = functools.partial(run_ranks, measure_steps, RANKS, timeout_s=7200, backend="gloo")
     for stage in range(4):
-        ranks = run_ranks(measure_steps, RANKS, stage, rounds, timeout_s=7200, backend="gloo")
+        ranks = measure(stage, rounds, missing is None)
         values, times = ranks[0][0], torch.maximum(ranks[0][1], ranks[1][1])
         times[:, :, 1] = ranks[0][1][:, :, 1] + ranks[1][1][:, :, 1]
         reference = values[:, :1] if reference is None else reference
@@ -195,13 +231,15 @@ def report_steps(rounds: int) -> bool:
         agree = agree and apart <= TOLERANCE
         warning = "" if apart <= TOLERANCE else f", above {TOLERANCE:g}"
         print(f"\nzero = {stage}: first losses and norms within {apart:.1e} of stage 0's{warning}")
-        names = ("penteract", *([PEERS[stage]] if stage in PEERS else []))
+        names = ["penteract", *(peers[stage] for peers in (PEERS, MEGATRON) if stage in peers)]
+        names = names[: times.shape[1]]
         for name, (wall, cpu, wait) in zip(names, times.permute(1, 2, 0), strict=True):
             share = f"   waiting {(wait / wall).median().item():.0%}" if name == names[0] else ""
-            print(f"  {name:<24} {quartiles(wall)} s   CPU {quartiles(cpu)} s{share}")
-        if stage in PEERS:
-            wall, cpu = (times[:, 1, i] / times[:, 0, i] for i in (0, 1))
-            print(f"  {'torch / ours':<24} {quartiles(wall)}     CPU {quartiles(cpu)}", flush=True)
+            print(f"  {name:<29} {quartiles(wall)} s   CPU {quartiles(cpu)} s{share}")
+        for who in range(1, len(names)):
+            wall, cpu = (times[:, who, i] / times[:, 0, i] for i in (0, 1))
+            name = "Megatron / ours" if who == 2 else "torch / ours"
+            print(f"  {name:<29} {quartiles(wall)}     CPU {quartiles(cpu)}", flush=True)
     return agree
 
 

@@ -14,7 +14,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -98,6 +98,21 @@ def train(
 
     Returns loss, grad_norm and step_ms of each step, named as in our metrics.
     """
+    step, lines = stepping(config, weights), []
+    for batches in steps:
+        began = time.perf_counter()
+        loss, norm = step(batches)
+        ms = 1e3 * (time.perf_counter() - began)
+        lines.append({"loss": loss, "grad_norm": norm, "step_ms": ms})
+    return lines
+
+
+def stepping(config: Config, weights: Weights) -> Callable[[MicroBatches], tuple[float, float]]:
+    """A step from logical `weights` on: its mean loss on this rank's micro-batches, and its norm.
+
+    Ranks are data ranks of `parallel.tp` tensor ranks each; `parallel.zero` 1 is its distributed
+    optimizer. Reduction and gathering then overlap with computation, as ours do.
+    """
     with on_cpu():
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -111,7 +126,13 @@ def train(
         model = _model(config)
         rank = parallel_state.get_tensor_model_parallel_rank()
         _copy_weights(model, config, weights, rank)
-        return _steps(model, config, steps)
+        step = _step(model, config)
+
+    def call(batches: MicroBatches) -> tuple[float, float]:
+        with on_cpu():
+            return step(batches)
+
+    return call
 
 
 class _Norm(nn.RMSNorm):
@@ -204,7 +225,7 @@ def _local_values(
 def _optimizer(model: Any, config: Config) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    optim = config.optim
+    optim, distributed = config.optim, config.parallel.zero == 1
     theirs = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -213,6 +234,8 @@ def _optimizer(model: Any, config: Config) -> Any:
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
         clip_grad=optim.clip,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=distributed,
     )
     optimizer = get_megatron_optimizer(theirs, [model])
     # Its scheduler, which does this at each step, is not in use: the rate is constant.
@@ -221,11 +244,19 @@ def _optimizer(model: Any, config: Config) -> Any:
     return optimizer
 
 
-def _steps(model: Any, config: Config, steps: Sequence[MicroBatches]) -> list[dict[str, float]]:
+def _step(model: Any, config: Config) -> Callable[[MicroBatches], tuple[float, float]]:
+    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    distributed = config.parallel.zero == 1
+    how = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=parallel_state.get_data_parallel_world_size() > 1,
+        overlap_param_gather=distributed,
+    )
+    model = DistributedDataParallel(model.config, how, model)
+    model.config.no_sync_func = model.no_sync  # reduced once, after the last micro-batch
     optimizer, run = _optimizer(model, config), get_forward_backward_func()
     seq, size = config.data.seq, config.train.micro_batch
     hidden = torch.ones(seq, seq, dtype=torch.bool).triu(1)[None, None]  # true: not attended to
@@ -239,9 +270,7 @@ def _steps(model: Any, config: Config, steps: Sequence[MicroBatches]) -> list[di
         tokens, labels = next(batches)
         return model(tokens, positions, hidden, labels=labels), loss
 
-    lines = []
-    for batches in steps:
-        began = time.perf_counter()
+    def step(batches: MicroBatches) -> tuple[float, float]:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         losses = run(
@@ -254,7 +283,6 @@ def _steps(model: Any, config: Config, steps: Sequence[MicroBatches]) -> list[di
             forward_only=False,
         )
         _, norm, _ = optimizer.step()
-        ms = 1e3 * (time.perf_counter() - began)
-        mean = math.fsum(float(x) for x in losses) / len(losses)
-        lines.append({"loss": mean, "grad_norm": float(norm), "step_ms": ms})
-    return lines
+        return math.fsum(float(x) for x in losses) / len(losses), float(norm)
+
+    return step
