@@ -186,6 +186,10 @@ class OptimConfig:
     """Averaging factor of sgd (0.9 unless given) and of muon (0.95)."""
     eps: Positive = 1e-8
     """Adam's epsilon; muon adds it to the norm it divides by, lion's sign is a slope below it."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What the moments are kept in: float32 or wider, or bfloat16, rounded up or down at random."""
+    offload: bool = Field(default=False, examples=[False, True])
+    """Keep masters and moments in host memory and update them there."""
     clip: Annotated[Real, Field(ge=0)] = Field(default=1.0, examples=[0.0, 0.01])
     """Largest global gradient norm; 0 switches clipping off."""
     clip_norm: Literal["2", "inf"] = Field(default="2", examples=["2", "inf"])
@@ -219,7 +223,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes CUDA where it is."""
     seed: Natural = 0
-    """Seed of initial weights and dropout."""
+    """Seed of initial weights, dropout, and moments that are rounded at random."""
     eval_every: Natural = 0
     """Steps between evaluations; 0: only after the last step."""
     eval_steps: Natural = 8

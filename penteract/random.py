@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import torch
@@ -89,6 +90,23 @@ def bits_range(
     return out
 
 
+def bits_box(
+    seed: int, stream: str, *, shape: Sequence[int], box: Box, shift: Tensor
+) -> Iterator[tuple[Box, Tensor]]:
+    """Words of a box of a logical tensor of `shape`: (a part of the box, int64 of its size) …
+
+    An element's index in the stream is its row-major position in the logical tensor plus `shift`,
+    an int64 scalar that is a multiple of 4, on the device where the words are made. Parts are
+    counted from the box's corner; they are small, so that little is held at a time.
+    """
+
+    def blocks(number: Tensor) -> Tensor:
+        return torch.stack(_philox(seed, stream, number), -1)
+
+    for tile in _tiles(box.size, _chunk(shift.device)):
+        yield tile, _tile_values(blocks, shape, tile.shifted(box.offset), shift)
+
+
 def uniform(seed: int, stream: str, index: Tensor) -> Tensor:
     """float64 numbers in (0, 1), never 0 or 1, (word + 1/2) / 2^32, in the shape of `index`."""
     return bits(seed, stream, index).double().add_(0.5).mul_(2.0**-32)
@@ -159,8 +177,10 @@ def fill_box(
         raise ValueError(f"the box {box} leaves the shape {tuple(shape)}")
     if not out.is_floating_point():
         raise ValueError(f"normals need a floating dtype, not {out.dtype}")
+    shift = torch.zeros((), dtype=torch.int64, device=out.device)
+    blocks = partial(_normal_blocks, seed, stream)
     for tile in _tiles(box.size, _chunk(out.device)):
-        values = _normal_tile(seed, stream, tuple(shape), tile.shifted(box.offset), out.device)
+        values = _tile_values(blocks, shape, tile.shifted(box.offset), shift)
         out[tile.slices()] = values.mul_(std)  # torch rounds to bf16 and fp16 by way of float32
 
 
@@ -328,10 +348,10 @@ def _tiles(size: Sequence[int], limit: int) -> Iterator[Box]:
             yield Box(offset, (1,) * (dim - 1) + (length, *size[dim:]))
 
 
-def _normal_tile(
-    seed: int, stream: str, shape: tuple[int, ...], tile: Box, device: torch.device
+def _tile_values(
+    blocks: Callable[[Tensor], Tensor], shape: Sequence[int], tile: Box, shift: Tensor
 ) -> Tensor:
-    """Normals of a box of a logical tensor, float64 in the box's size.
+    """A box of a logical tensor, in its size; `blocks` makes the four values of numbered blocks.
 
     The box is `outer` runs of `length` neighbours; of each run all touched blocks are computed.
     """
@@ -341,14 +361,14 @@ def _normal_tile(
         dim -= 1
     length = math.prod(tile.size[dim:])
     first = sum(a * b for a, b in zip(tile.offset, strides, strict=True))
-    start = torch.full((1,), first, dtype=torch.int64, device=device)  # [outer]
+    start = (shift + first).view(1)  # [outer]
     for n, stride in zip(tile.size[:dim], strides[:dim], strict=True):
-        start = (start[:, None] + torch.arange(n, device=device) * stride).flatten()
+        start = (start[:, None] + torch.arange(n, device=start.device) * stride).flatten()
     # Where all runs begin equally far into their first block, that lag is known without a gather.
     outer = zip(tile.size[:dim], strides[:dim], strict=True)
     aligned = all(n == 1 or stride % 4 == 0 for n, stride in outer)
     lag = first % 4 if aligned else 3
-    values = _normal_blocks(seed, stream, _run_blocks(start, lag + length)).flatten(1)
+    values = blocks(_run_blocks(start, lag + length)).flatten(1)
     values = values[:, lag : lag + length] if aligned else _take_runs(values, start, length)
     return values.reshape(tile.size)
 

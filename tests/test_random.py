@@ -14,6 +14,7 @@ from penteract import random
 from penteract.placement import Box, Init, Piece, Placement, assemble, split_range, whole
 from penteract.random import (
     bits,
+    bits_box,
     bits_range,
     fill_box,
     initialise,
@@ -379,3 +380,29 @@ def test_initialise_fills_parameters_and_checks_the_shape():
     assert weight.grad_fn is None
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(3, 2\)"):
         initialise(torch.empty(2, 3), placement, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "box"),
+    [
+        ((7, 9), Box((2, 3), (4, 5))),
+        ((6, 8), Box((1, 4), (5, 4))),
+        ((30,), Box((3,), (20,))),
+        ((3, 5, 4), Box((0, 1, 0), (3, 2, 4))),
+        ((), Box((), ())),
+        ((4, 4), Box((1, 1), (0, 3))),
+    ],
+)
+def test_words_of_a_box_are_those_of_its_elements(
+    shape: tuple[int, ...], box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is cut into parts, and shifted along its stream."""
+    numbers = torch.arange(math.prod(shape)).view(shape)[box.slices()]
+    for chunk, shift in itertools.product((3, 1 << 10), (0, 5 << 38)):
+        monkeypatch.setattr(random, "_chunk", lambda device, chunk=chunk: chunk)
+        found = torch.full(box.size, -1)
+        for part, words in bits_box(3, "b", shape=shape, box=box, shift=torch.tensor(shift)):
+            assert bool((found[part.slices()] == -1).all())
+            found[part.slices()] = words
+        monkeypatch.undo()
+        assert torch.equal(found, bits(3, "b", numbers + shift))

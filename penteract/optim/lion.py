@@ -10,40 +10,28 @@ AdamW's, with the decay as many times larger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penteract.config import OptimConfig
+from penteract.optim.elementwise import Apply, Update
 from penteract.optim.groups import weight_decay
-from penteract.parallel.buckets import Bucket, Kind
+from penteract.parallel.buckets import Bucket
 
 
-class Lion:
-    """The rule for kinds of any shape."""
+def lion(optim: OptimConfig) -> Apply:
+    """The rule for kinds of any shape; its moment is the momentum."""
+    first, second = optim.betas
 
-    def __init__(self, kinds: Sequence[Kind], optim: OptimConfig) -> None:
-        self.optim = optim
-        buckets = (bucket for kind in kinds for bucket in kind.buckets)
-        self.momentum = [(bucket, torch.zeros_like(bucket.master)) for bucket in buckets]
+    def apply(bucket: Bucket, gradient: Tensor, moments: Sequence[Tensor], update: Update) -> None:
+        (momentum,), master, rate = moments, bucket.master, update.rate(bucket)
+        gradient = gradient * update.coefficient
+        kept = 1 - rate * weight_decay(bucket.kind, optim)
+        direction = momentum.lerp(gradient, 1 - first).div_(optim.eps).clamp_(-1, 1)
+        new = (master * kept).sub_(direction, alpha=rate)
+        master.copy_(torch.where(update.skip, master, new))
+        momentum.copy_(torch.where(update.skip, momentum, momentum.lerp(gradient, 1 - second)))
 
-    def update(self, lr: float, coefficient: Tensor, skip: Tensor) -> None:
-        """One update with gradients times `coefficient`; none where `skip` is true."""
-        first, second = self.optim.betas
-        for bucket, momentum in self.momentum:
-            gradient = bucket.own_gradient * coefficient
-            rate = lr * bucket.kind.group.lr
-            kept = 1 - rate * weight_decay(bucket.kind, self.optim)
-            direction = momentum.lerp(gradient, 1 - first).div_(self.optim.eps).clamp_(-1, 1)
-            new = (bucket.master * kept).sub_(direction, alpha=rate)
-            bucket.master.copy_(torch.where(skip, bucket.master, new))
-            momentum.copy_(torch.where(skip, momentum, momentum.lerp(gradient, 1 - second)))
-
-    def state(self) -> Iterator[tuple[str, Bucket, Tensor]]:
-        """(moment name, bucket, that moment of the bucket's own slice)."""
-        for bucket, momentum in self.momentum:
-            yield "momentum", bucket, momentum
-
-    def restore(self, updates: int) -> None:
-        """Nothing here depends on the number of updates."""
+    return apply

@@ -39,9 +39,12 @@ from penteract import compat
 from penteract.collectives import exchange, start_all_to_all
 from penteract.config import OptimConfig
 from penteract.mesh import Axis
+from penteract.optim.elementwise import Update
 from penteract.optim.groups import weight_decay
+from penteract.optim.moments import Moments
 from penteract.optim.muon_plan import Held, Matrix, Part, Parts, Plan, imagine, plan
-from penteract.parallel.buckets import Bucket, Kind
+from penteract.optim.offload import on_host
+from penteract.parallel.buckets import Bucket
 from penteract.placement import Box
 
 STEPS = 5
@@ -67,12 +70,11 @@ def orthogonalise(x: Tensor, eps: float) -> Tensor:
 class Muon:
     """The rule for kinds of matrices."""
 
-    def __init__(self, kinds: Sequence[Kind], optim: OptimConfig, axis: Axis) -> None:
+    def __init__(self, moments: Moments, optim: OptimConfig, axis: Axis) -> None:
         assert optim.momentum is not None, "an unresolved configuration"
-        self.optim, self.axis = optim, axis
-        buckets = [bucket for kind in kinds for bucket in kind.buckets]
-        self.momentum = [(bucket, torch.zeros_like(bucket.master)) for bucket in buckets]
-        self.dtype = max((kind.wide for kind in kinds), key=lambda dtype: dtype.itemsize)
+        self.moments, self.optim, self.axis = moments, optim, axis
+        buckets = moments.buckets
+        self.dtype = max((b.kind.wide for b in buckets), key=lambda dtype: dtype.itemsize)
         self.matrices = _matrices(buckets)
         number = {matrix.name: i for i, matrix in enumerate(self.matrices)}
         self.held: list[Held] = [
@@ -92,31 +94,30 @@ class Muon:
             held = [_unpacked(row) for row in exchange(_packed(self.held), axis)]
         return plan(self.matrices, held, axis.rank)
 
-    def update(self, lr: float, coefficient: Tensor, skip: Tensor) -> None:
-        """One update with gradients times `coefficient`; none where `skip` is true."""
-        assert self.optim.momentum is not None
+    def update(self, update: Update) -> None:
+        """Update all buckets; matrices are orthogonalised where gradients lie, on the device."""
+        factor = self.optim.momentum
+        assert factor is not None
         changes = []
-        for bucket, momentum in self.momentum:
-            gradient = bucket.own_gradient * coefficient
-            new = momentum.lerp(gradient, 1 - self.optim.momentum)
-            changes.append(gradient.lerp_(new, self.optim.momentum))
-            momentum.copy_(torch.where(skip, momentum, new))
+        for bucket, flat in on_host((b, b.own_gradient) for b in self.moments.buckets):
+            with self.moments.widened(bucket, update.done) as (momentum,):
+                gradient = flat * update.coefficient
+                new = momentum.lerp(gradient, 1 - factor)
+                change = gradient.lerp_(new, factor)
+                momentum.copy_(torch.where(update.skip, momentum, new))
+            changes.append((bucket, change.to(bucket.own_gradient.device)))
         self._orthogonalise(changes)
-        for (bucket, _), change in zip(self.momentum, changes, strict=True):
-            rate = lr * bucket.kind.group.lr
+        for bucket, change in on_host(changes):
+            rate = update.rate(bucket)
             kept = 1 - rate * weight_decay(bucket.kind, self.optim)
             new = (bucket.master * kept).sub_(change, alpha=rate)
-            bucket.master.copy_(torch.where(skip, bucket.master, new))
+            bucket.master.copy_(torch.where(update.skip, bucket.master, new))
 
-    def _orthogonalise(self, changes: Sequence[Tensor]) -> None:
+    def _orthogonalise(self, changes: Sequence[tuple[Bucket, Tensor]]) -> None:
         """Replace what this rank holds of every matrix by its part of the scaled result."""
-        views = [
-            view
-            for (bucket, _), flat in zip(self.momentum, changes, strict=True)
-            for _, _, view in bucket.owned(flat)
-        ]
+        views = [view for bucket, flat in changes for _, _, view in bucket.owned(flat)]
         mine = [i for i, owner in enumerate(self.plan.owners) if owner == self.axis.rank]
-        like = changes[0].new_empty(0, dtype=self.dtype)
+        like = changes[0][1].new_empty(0, dtype=self.dtype)
         whole = {i: like.new_empty(self.matrices[i].shape) for i in mine}
         sent = [
             _inside(views[p.held], p.box.relative_to(self.held[p.held][1].offset))
@@ -144,13 +145,6 @@ class Muon:
         split = came.split([part.box.numel for part in parts]) if parts else ()
         for part, x in zip(parts, split, strict=True):
             yield part, x.view(part.box.size)
-
-    def state(self) -> Iterator[tuple[str, Bucket, Tensor]]:
-        for bucket, momentum in self.momentum:
-            yield "momentum", bucket, momentum
-
-    def restore(self, updates: int) -> None:
-        """Nothing here depends on the number of updates."""
 
 
 def _matrices(buckets: Sequence[Bucket]) -> list[Matrix]:

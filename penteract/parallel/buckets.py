@@ -36,6 +36,7 @@ class Sharding:
     replicate: Axis
     stage: int = 0
     overlap: bool = True  # reductions start as buckets fill; else at the end of a backward
+    offload: bool = False  # masters and moments in host memory (`optim.offload`)
 
     @classmethod
     def whole(cls, axis: Axis, *, overlap: bool = True) -> Sharding:
@@ -76,6 +77,22 @@ class Bucket:
         """This rank's slice, within the bucket."""
         n = self.numel // self.kind.sharding.shard.size
         return slice(n * self.kind.sharding.shard.rank, n * (self.kind.sharding.shard.rank + 1))
+
+    def state(self, dtype: torch.dtype) -> Tensor:
+        """Zeros for the slice, [numel/n], where its updates are made."""
+        n, device = len(self.own_parameters), self.own_parameters.device
+        if not self.kind.sharding.offload:
+            return torch.zeros(n, dtype=dtype, device=device)
+        return torch.zeros(n, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+
+    def round_master(self) -> None:
+        """Own parameters become what the master is, rounded."""
+        values, own = self.master, self.own_parameters
+        if values is own:
+            return
+        if own.is_cuda and not values.is_cuda:  # rounded first, so that less travels
+            values = torch.empty(len(own), dtype=own.dtype, pin_memory=True).copy_(values)
+        own.copy_(values, non_blocking=True)
 
     def wait(self) -> None:
         """Return once the parameters are those of the last step."""
@@ -147,6 +164,11 @@ class Kind:
     def wide(self) -> torch.dtype:
         """Of gradients, masters and moments."""
         return at_least_float32(self.dtype)
+
+    @property
+    def narrow(self) -> bool:
+        """Masters hold more than the parameters do."""
+        return self.wide != self.dtype and not self.group.frozen
 
 
 _Key = tuple[torch.dtype, bool, bool, Group, tuple[str, ...], tuple[str, ...]]

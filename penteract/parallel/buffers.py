@@ -133,7 +133,10 @@ class Buffers:
             yield from bucket.owned(getattr(bucket, name))
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Bytes that this rank keeps for parameters, for gradients, and for masters besides."""
+        """Bytes that this rank keeps for parameters, for gradients, and for masters besides.
+
+        Under offload masters are in the host's memory.
+        """
         parameters = gradients = masters = 0
         for bucket in self.all_buckets:
             whole = bucket.parameters if bucket.kept else None
@@ -210,8 +213,7 @@ class Buffers:
             self.gathering.drop()
         changed = self.all_buckets if frozen else self.buckets
         for bucket in reversed(changed):  # the order of the next forward
-            if bucket.master is not bucket.own_parameters:
-                bucket.own_parameters.copy_(bucket.master)
+            bucket.round_master()
             if bucket.parameters is not None and self.sharding.shard.size > 1:
                 bucket.gathering = start_all_gather_into(
                     bucket.parameters, bucket.own_parameters, self.sharding.shard
@@ -273,7 +275,7 @@ class Buffers:
         bucket = slot.bucket
         if bucket.gradient is None:
             bucket.gradient = torch.zeros(
-                bucket.numel, dtype=bucket.kind.wide, device=bucket.master.device
+                bucket.numel, dtype=bucket.kind.wide, device=bucket.own_gradient.device
             )
         return slot.view(bucket.gradient)
 
@@ -325,10 +327,8 @@ def _allocate(bucket: Bucket, device: torch.device) -> None:
         bucket.own_parameters = bucket.parameters[bucket.own]
     else:
         bucket.own_parameters = torch.zeros(own, dtype=kind.dtype, device=device)
-    narrow = kind.wide != kind.dtype and not kind.group.frozen
-    bucket.master = (
-        torch.zeros(own, dtype=kind.wide, device=device) if narrow else bucket.own_parameters
-    )
+    apart = kind.narrow or (kind.sharding.offload and not kind.group.frozen)
+    bucket.master = bucket.state(kind.wide) if apart else bucket.own_parameters
 
 
 @torch.no_grad()
@@ -340,7 +340,7 @@ def _fill(bucket: Bucket, seed: int) -> None:
         value = slot.entry.parameter.detach()
         if value.numel() == slot.numel > 0:
             # Modules of other makers draw from a generator of their own: rank 0's values count.
-            value = value.to(bucket.master.device, bucket.kind.wide, copy=True).contiguous()
+            value = value.to(bucket.own_gradient.device, bucket.kind.wide, copy=True).contiguous()
             for axis in (sharding.shard, sharding.replicate):
                 broadcast_(value, axis)
             given[id(slot)] = value

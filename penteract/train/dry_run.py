@@ -40,13 +40,14 @@ def dry_run(config: Config, grid: Grid, rank: int) -> list[str]:
         parameters = sum(slot.numel for slot in run.buffers.slots())
         stored, gradients, masters = run.buffers.held_bytes()
         moments = sum(moment.nbytes for _, _, moment in run.optimizer.state())
+        host = " of the host's memory" if config.optim.offload else ""
         lines = [
             f"rank {rank} of {grid.world}: one step ran on shapes alone",
             f"  parameters held     {parameters:>16,}",
             f"  weights             {stored:>16,} bytes",
             f"  gradients           {gradients:>16,} bytes",
-            f"  masters             {masters:>16,} bytes",
-            f"  optimizer moments   {moments:>16,} bytes",
+            f"  masters             {masters:>16,} bytes{host}",
+            f"  optimizer moments   {moments:>16,} bytes{host}",
         ]
         for axis in mesh.axes.values():
             for call, count in sorted(axis.traffic.calls.items()):

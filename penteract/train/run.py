@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from penteract.checkpoint.agreement import together
+from penteract.checkpoint.format import StoredTensor
 from penteract.checkpoint.io import Record, load, read_manifest, save
 from penteract.checkpoint.model import STATE_PREFIXES, owned
 from penteract.checkpoint.plan import Shard, changed_state, stored_as
 from penteract.collectives import all_reduce_, exchange
-from penteract.config import Config, ConfigError, ParallelConfig
+from penteract.config import Config, ConfigError
 from penteract.config_file import from_dict, to_dict
 from penteract.mesh import Mesh, split_axis
 from penteract.nn.sequences import Noise
@@ -37,13 +38,15 @@ from penteract.train.nonfinite import NonFiniteError, explain, first_parameter
 from penteract.train.task import Task
 
 
-def sharding_of(parallel: ParallelConfig, mesh: Mesh) -> Sharding:
-    """Who owns what, as `parallel.zero` and `parallel.replicas` say."""
-    axis = mesh.axis("dp-cp")
+def sharding_of(config: Config, mesh: Mesh) -> Sharding:
+    """Who owns what and where, as `parallel.zero`, `parallel.replicas`, `optim.offload` say."""
+    axis, parallel = mesh.axis("dp-cp"), config.parallel
     if parallel.zero == 0:
-        return Sharding.whole(axis, overlap=parallel.dp_overlap)
-    shard, replicate = split_axis(axis, parallel.replicas)
-    return Sharding(shard, replicate, parallel.zero, parallel.dp_overlap)
+        sharding = Sharding.whole(axis, overlap=parallel.dp_overlap)
+    else:
+        shard, replicate = split_axis(axis, parallel.replicas)
+        sharding = Sharding(shard, replicate, parallel.zero, parallel.dp_overlap)
+    return dataclasses.replace(sharding, offload=config.optim.offload)
 
 
 def read_values(values: Sequence[Tensor]) -> list[float]:
@@ -67,7 +70,7 @@ class Run:
         self.on_gradients = on_gradients  # called in an update before gradients are clipped
         self.task, self.config, self.mesh, self.device, self.read = task, config, mesh, device, read
         self.axis, seed, more = mesh.axis("dp-cp"), config.train.seed, [mesh.axis("tp")]
-        sharding = sharding_of(config.parallel, mesh)
+        sharding = sharding_of(config, mesh)
         self.buffers = Buffers(
             task.model,
             sharding,
@@ -77,7 +80,7 @@ class Run:
             group_of=group_of(config.optim.rules),
         )
         self._check_rules()
-        self.optimizer = build(self.buffers, config.optim, mesh.axes)
+        self.optimizer = build(self.buffers, config.optim, mesh.axes, seed=seed)
         self.loss_scale = LossScale.of(config.optim, config.train.dtype)
         self.step = self.tokens = self.skipped = 0
         self.unused: list[str] = []  # parameters that this rank's last step did not reach
@@ -249,6 +252,7 @@ class Run:
     def resume(self, path: Path, *, check_hashes: bool = True) -> list[str]:
         """Continue the run saved at `path`; what of [optim] is another now, a line each.
 
+        Moments of another `optim.moments` are converted, to the nearest.
         Tensors that are frozen now leave their state unread; that of tensors that have none there,
         since they were frozen, starts at zero, their masters from the weights.
         Raises ConfigError where model, data or optimizer are others.
@@ -260,8 +264,12 @@ class Run:
         names = {name for answer in told for name in answer}
         unread, fresh = changed_state(manifest.tensors, names, STATE_PREFIXES)
         self.buffers.wait()
-        wanted = [(shard, view) for shard, view in shards if shard.tensor not in fresh]
-        load(path, wanted, axis=world, check_hashes=check_hashes, skip=tuple(unread))
+        wanted = [
+            (_as_saved(shard, manifest.tensors), view)
+            for shard, view in shards
+            if shard.tensor not in fresh
+        ]
+        _load(path, wanted, axis=world, check_hashes=check_hashes, skip=tuple(unread))
         self._start_state(fresh)
         self.step, self.tokens = manifest.state["step"], manifest.state["tokens"]
         self.skipped = manifest.state.get("skipped", 0)
@@ -293,22 +301,15 @@ class Run:
         """
         saved, skip = read_manifest(path).tensors, [*STATE_PREFIXES]
         wanted: list[tuple[Shard, Tensor]] = []
-        views: list[Tensor] = []
         for bucket in self.buffers.all_buckets:
             types = (bucket.master.dtype, bucket.kind.dtype, bucket.kind.wide)
             dtypes = [str(dtype).removeprefix("torch.") for dtype in types]
             for shard, view in owned("", bucket.owned(bucket.master)):
                 name, dtype = stored_as(saved, shard.tensor, dtypes)
                 skip += [shard.tensor] if name != shard.tensor else []
-                same = dtype == shard.dtype
-                values = view if same else torch.empty_like(view, dtype=getattr(torch, dtype))
-                wanted.append((dataclasses.replace(shard, tensor=name, dtype=dtype), values))
-                views.append(view)
+                wanted.append((dataclasses.replace(shard, tensor=name, dtype=dtype), view))
         self.buffers.wait()
-        load(path, wanted, axis=self.mesh.axis("world"), skip=tuple(skip))
-        for view, (_, values) in zip(views, wanted, strict=True):
-            if values is not view:
-                view.copy_(values)
+        _load(path, wanted, axis=self.mesh.axis("world"), skip=tuple(skip))
         self.buffers.publish(frozen=True)
 
     def _check_same(self, path: Path, config: dict[str, Any], state: dict[str, Any]) -> None:
@@ -339,17 +340,41 @@ class Run:
         return owned("", self.buffers.owned("master"))
 
     def gradients(self) -> Iterator[tuple[Shard, Tensor]]:
-        """Their gradients; complete when `on_gradients` is called, scaled by clipping after it."""
+        """Their gradients; complete when `on_gradients` is called, used up by the update."""
         return owned("", self.buffers.owned("own_gradient"))
 
     def _shards(self) -> Iterator[tuple[Shard, Tensor]]:
         """Everything saved, as boxes of logical tensors: weights, masters, moments."""
-        yield from owned("", self.buffers.owned("own_parameters"))
-        narrow = [b for b in self.buffers.buckets if b.master is not b.own_parameters]
-        for bucket in narrow:
+        for bucket in self.buffers.all_buckets:
+            narrow = bucket.kind.narrow
+            yield from owned("", bucket.owned(bucket.own_parameters if narrow else bucket.master))
+        for bucket in (bucket for bucket in self.buffers.buckets if bucket.kind.narrow):
             yield from owned("master/", bucket.owned(bucket.master))
         for name, bucket, moment in self.optimizer.state():
             yield from owned(f"{name}/", bucket.owned(moment))
+
+
+def _as_saved(shard: Shard, saved: Mapping[str, StoredTensor]) -> Shard:
+    """`shard`; a moment's in the type in which it was saved, where one of the two is bfloat16."""
+    stored = saved.get(shard.tensor)
+    if stored is None or not shard.tensor.startswith(STATE_PREFIXES):
+        return shard
+    types = (shard.dtype, stored.dtype)
+    return dataclasses.replace(shard, dtype=stored.dtype) if "bfloat16" in types else shard
+
+
+def _load(path: Path, wanted: Sequence[tuple[Shard, Tensor]], **how: Any) -> None:
+    """`load` where a shard may be of another type than its view: the values are converted."""
+    types = [getattr(torch, shard.dtype) for shard, _ in wanted]
+    views = [view for _, view in wanted]
+    values = [
+        view if view.dtype == dtype else torch.empty_like(view, dtype=dtype)
+        for view, dtype in zip(views, types, strict=True)
+    ]
+    load(path, [(shard, x) for (shard, _), x in zip(wanted, values, strict=True)], **how)
+    for view, x in zip(views, values, strict=True):
+        if x is not view:
+            view.copy_(x)
 
 
 def _said_of(fresh: Collection[str]) -> Iterator[str]:

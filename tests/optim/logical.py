@@ -1,5 +1,6 @@
 """Optimizers on logical tensors, written out in float64; and ours in any layout, reported so."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,9 @@ class Outcome:
 
     def add(self, kind: str, fragments: Iterable[tuple[Fragment, Tensor]]) -> None:
         into = self.parts.setdefault(kind, [])
-        into += [(f, x.detach().clone().numpy()) for f, x in fragments]
+        # NumPy has no bfloat16; a float32 holds it.
+        wide = ((f, x.float() if x.dtype == torch.bfloat16 else x) for f, x in fragments)
+        into += [(f, x.detach().clone().numpy()) for f, x in wide]
 
 
 def optim_of(name: str, **values: Any) -> OptimConfig:
@@ -84,7 +87,7 @@ def setting(
     spec = model_spec(resolve(config).model)
     buffers = Buffers(
         Stage(spec, TensorParallel(mesh.axis("tp")), dtype=dtype),
-        sharding_of(layout, mesh),
+        dataclasses.replace(sharding_of(layout, mesh), offload=optim.offload),
         seed=0,
         bucket_bytes=bucket_bytes,
         more_axes=[mesh.axis("tp")],

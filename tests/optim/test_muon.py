@@ -15,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penteract.grid import Grid
 from penteract.mesh import create_mesh, single
-from penteract.optim.muon import Muon, orthogonalise
+from penteract.optim.muon import orthogonalise
+from penteract.optim.optimizer import build
 from penteract.testing import run_ranks, world_axis
 
 MUON = logical.optim_of("muon")
@@ -84,7 +85,7 @@ def on_half() -> str:
     mesh = create_mesh(Grid(2, tp=2), axis.rank)
     buffers, _, _ = logical.setting("llama", MUON, mesh=mesh, layout=Layout(tp=2))
     with pytest.raises(ValueError, match="elements") as caught:
-        Muon([k for k in buffers.kinds if k.matrix], MUON, single("tp-dp-cp"))
+        build(buffers, MUON, {"tp-dp-cp": single("tp-dp-cp")})
     return str(caught.value)
 
 
