@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 # torch 2.13 renames two collectives, and its old names warn.
@@ -47,6 +51,29 @@ def all_to_all_into(
     """Start an uneven all-to-all over dim 0 of contiguous tensors; sizes are rows per rank."""
     sizes = list(receive_sizes), list(send_sizes)
     return dist.all_to_all_single(as_wire(out), as_wire(x), *sizes, group=group, async_op=True)
+
+
+def new_group(
+    name: str, ranks: Sequence[int], timeout: timedelta | None, backend: str | None
+) -> dist.ProcessGroup:
+    """A process group of `ranks`, which alone call this, for `name` in the same order.
+
+    torch would name it after the number of groups that a rank has made so far, by which ranks with
+    more or fewer of them would never meet.
+    """
+    base = f"{name} of {'-'.join(map(str, ranks))}"
+    taken = set(c10d._world.pg_names.values())
+    unique = next(f"{base}, {n}" for n in itertools.count() if f"{base}, {n}" not in taken)
+    with mock.patch.object(c10d, "_process_group_name", return_value=unique):
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=name,
+        )
+    assert isinstance(group, dist.ProcessGroup), f"rank is not in its own group {name}"
+    return group
 
 
 def host_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
 
+from penteract import compat
 from penteract.grid import PRINTED_GROUPS, Grid
 
 AXES = (
@@ -87,10 +88,34 @@ def create_mesh(grid: Grid, rank: int, *, timeout: timedelta | None = None) -> M
             within = set(name.split("-"))
             parts = (a for p, a in axes.items() if set(p.split("-")) < within)
             same = [part.group for part in parts if part.ranks == ranks]
-            group = same[0] if same else _new_group(name, ranks, timeout)
+            group = same[0] if same else compat.new_group(name, ranks, timeout, None)
         axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, group)
     axes["tied"] = _tied_axis(axes["pp"], rank, timeout)
     return Mesh(grid, rank, axes)
+
+
+def create_channels(
+    axis: Axis,
+    pairs: Iterable[tuple[int, int]],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> dict[tuple[int, int], Axis]:
+    """A communicator of its own for each directed pair of coordinates on `axis`: this rank's.
+
+    All ranks of the axis call it together. A channel is an axis of two ranks, the first of which
+    sends to the second; what is sent counts as sent over `axis`.
+    """
+    channels = {}
+    for pair in sorted(set(pairs)):
+        if axis.rank in pair:
+            ranks = axis.ranks[pair[0]], axis.ranks[pair[1]]
+            group = compat.new_group(
+                f"{axis.name} {pair[0]} to {pair[1]}", sorted(ranks), timeout, backend
+            )
+            place = pair.index(axis.rank)
+            channels[pair] = Axis(axis.name, 2, place, ranks, group, axis.traffic)
+    return channels
 
 
 def split_axis(axis: Axis, parts: int) -> tuple[Axis, Axis]:
@@ -110,7 +135,9 @@ def split_axis(axis: Axis, parts: int) -> tuple[Axis, Axis]:
 def _part(axis: Axis, ranks: tuple[int, ...], rank: int) -> Axis:
     group = None
     if len(ranks) > 1:
-        group = axis.group if ranks == axis.ranks else _new_group(axis.name, ranks, None)
+        group = (
+            axis.group if ranks == axis.ranks else compat.new_group(axis.name, ranks, None, None)
+        )
     return Axis(axis.name, len(ranks), rank, ranks, group, axis.traffic)
 
 
@@ -119,17 +146,7 @@ def _tied_axis(pp: Axis, rank: int, timeout: timedelta | None) -> Axis:
     ranks = (pp.ranks[0], pp.ranks[-1])
     if pp.size == 1 or rank not in ranks:
         return single("tied", rank)
-    return Axis("tied", 2, ranks.index(rank), ranks, _new_group("tied", ranks, timeout))
-
-
-def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-    # Only the members call this. That cannot deadlock: the groups of one name share out the world,
-    # and every rank goes through the names in one order.
-    group = dist.new_group(
-        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
-    )
-    assert isinstance(group, dist.ProcessGroup), f"rank is not in its own group {name}"
-    return group
+    return Axis("tied", 2, ranks.index(rank), ranks, compat.new_group("tied", ranks, timeout, None))
 
 
 def _check_default_group(grid: Grid, rank: int) -> None:
