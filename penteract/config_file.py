@@ -193,7 +193,11 @@ def _absolute_paths(config: Config, folder: Path) -> Config:
         tokenizer = str((folder / tokenizer).absolute())
     train, valid = (tuple(absolute(s) for s in x) for x in (data.train, data.valid))
     data = dataclasses.replace(data, train=train, valid=valid, tokenizer=tokenizer)
-    return dataclasses.replace(config, data=data)
+    parallel = config.parallel
+    if (table := parallel.schedule or "").endswith(".json"):
+        table = str((folder / table).absolute())
+        parallel = dataclasses.replace(parallel, schedule=table)
+    return dataclasses.replace(config, data=data, parallel=parallel)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Random small models and layouts, and the smallest ones that fail. Pure.
 
 A case is a function of (seed, number): a value for every configuration field that carries examples,
-and dp. A new field takes part by carrying `examples` in `penteract/config.py`.
+and dp. A new field takes part by carrying `examples` in `penteract/config_sections.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,278 @@
+"""The sections of a configuration: every key with its type, its default and its help text.
+
+The docstring below a key is its help text; its `examples` are what `penteract verify --fuzz` draws
+from.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from penteract.config_values import (
+    RECOMPUTE,
+    Count,
+    Fraction,
+    Natural,
+    Positive,
+    Real,
+    Recompute,
+)
+from penteract.errors import UserError
+
+
+class ConfigError(UserError):
+    """The user's configuration is wrong; the message says what, why, and what works."""
+
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """Sizes and options of the model."""
+
+    family: Literal["llama", "gpt2"] = Field(default="llama", examples=["llama", "gpt2"])
+    """Whose structure: llama (RMSNorm, RoPE, SwiGLU) or gpt2 (LayerNorm, positions, GELU)."""
+    layers: Count = Field(examples=[1, 2, 3])
+    """Transformer blocks."""
+    hidden: Count = Field(examples=[8, 12, 20])
+    """Width of the residual stream."""
+    ffn: Count = Field(examples=[7, 10, 16])
+    """Width of the feed-forward layer."""
+    heads: Count = Field(examples=[1, 2, 3, 4, 6])
+    """Query heads."""
+    kv_heads: Count | None = Field(default=None, examples=[None, 1, 2, 3])
+    """Key/value heads; as many as heads unless given."""
+    head_size: Count | None = Field(default=None, examples=[2, 4, 6, 8])
+    """Width of a head; hidden / heads unless given."""
+    vocab: Count | None = Field(default=None, examples=[11, 13, 32, 50])
+    """Vocabulary; the tokenizer's unless given."""
+    norm_eps: Positive = Field(default=1e-5, examples=[1e-2])
+    """Added to the variance in every norm."""
+    rope_theta: Positive = Field(default=10000.0, examples=[100.0, 10000.0])
+    """Base of the rotary frequencies."""
+    max_positions: Count | None = None
+    """Learned positions (gpt2); data.seq unless given."""
+    tied: bool = Field(default=False, examples=[False, True])
+    """Embedding and head share one weight."""
+    qk_norm: bool = Field(default=False, examples=[False, True])
+    """RMSNorm over each query and key head."""
+    bias: bool | None = Field(default=None, examples=[None, False, True])
+    """Biases in linear layers; the family's habit unless given."""
+    dropout: Fraction = Field(default=0.0, examples=[0.0, 0.1])
+    """Dropout on the embedding and on each block's two outputs."""
+    init_std: Positive = Field(default=0.02, examples=[0.02, 0.3])
+    """Standard deviation of initial weights; output projections divide it by sqrt(2 layers)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ParallelConfig:
+    """Sizes of the mesh; data parallelism takes what is left of the world."""
+
+    tp: Count = Field(default=1, examples=[1, 2, 3, 4, 8])
+    """Tensor-parallel size."""
+    cp: Count = 1
+    """Context-parallel size."""
+    pp: Count = Field(default=1, examples=[1, 2, 3, 4])
+    """Pipeline-parallel size."""
+    chunks: Count | None = Field(default=None, examples=[None, 2, 3])
+    """Stages that each pipeline rank holds; what the schedule has unless given, mostly 1."""
+    schedule: str | None = Field(
+        default=None,
+        examples=[None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"],
+    )
+    """Order of a pipeline's work: gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, or a table's
+    .json file, relative to the TOML file; 1f1b unless given, with chunks interleaved."""
+    stages: str = Field(default="even", examples=["even", "cost"])
+    """How layers are cut into stages: even, cost, or "embed,3*layer | ... | 2*layer,norm,head"."""
+    pp_backend: Literal["gloo", "nccl", "ucc"] | None = None
+    """What carries messages between stages; what carries the others unless given."""
+    pp_timeout_s: Positive = 600.0
+    """Give up, naming what is missing, when a message between stages has not come for so long."""
+    ep: Count = 1
+    """Expert-parallel size."""
+    etp: Count | None = None
+    """Expert-tensor-parallel size; tp unless given."""
+    order: str = "tp-cp-ep-dp-pp"
+    """Axes, fastest-varying first."""
+    sp: bool = Field(default=False, examples=[False, True])
+    """Sequence parallelism: between matrices the stream is split by tokens over tp."""
+    recompute: Recompute = Field(
+        default=(), examples=[(), *((kind,) for kind in RECOMPUTE), ("layer/2",)]
+    )
+    """What backward computes again rather than keeps: layer, layer/N (every N-th), or some of
+    attention, mlp, core (attention without its projections)."""
+    zero: Annotated[Natural, Field(le=3)] = Field(default=0, examples=[0, 1, 2, 3])
+    """What the data ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    replicas: Count = Field(default=1, examples=[1, 2])
+    """Into how many groups the data ranks are split that each hold all that zero shares out."""
+    dp_overlap: bool = Field(default=True, examples=[True, False])
+    """Reduce gradients while backward goes on, and gather parameters while forward does."""
+    tp_overlap: bool = Field(default=True, examples=[True, False])
+    """Send input gradients while weight gradients are computed."""
+    vocab_multiple: Count = Field(default=1, examples=[1, 4])
+    """Pad each tensor rank's rows of the vocabulary to a multiple of this."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SourceConfig:
+    """One token file of a blend."""
+
+    prefix: str
+    """Path without .bin/.idx, relative to the TOML file."""
+    weight: Positive | None = None
+    """Share of the samples, relative to the others' weights; by size where no source has one."""
+
+
+def _source(value: object) -> object:
+    return {"prefix": value} if isinstance(value, str) else value
+
+
+Source = Annotated[SourceConfig, BeforeValidator(_source)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    """Token files and how samples are cut from them."""
+
+    train: tuple[Source, ...] = ()
+    """Token-file prefixes to train on, each a string or {prefix, weight}."""
+    valid: tuple[Source, ...] = ()
+    """Token-file prefixes to evaluate on; each is a validation set of its own."""
+    valid_fraction: Fraction = 0.0
+    """Held-out tail of each training file, used where data.valid is empty."""
+    seq: Count = Field(default=1024, examples=[1, 5, 8])
+    """Tokens in a sequence."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a Hugging Face tokenizer.json, relative to the TOML file."""
+    end_of_document: str | None = None
+    """Token of a tokenizer.json that ends a document, as --eod of `penteract data build`."""
+    seed: Natural = 0
+    """Seed of the sample order."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RuleConfig:
+    """How some tensors are trained unlike the others; of several rules the first that matches."""
+
+    match: str
+    """Shell pattern over logical names, such as layers.*.attention.*; * crosses dots."""
+    lr: Positive = 1.0
+    """Factor of the learning rate."""
+    weight_decay: Annotated[Real, Field(ge=0)] | None = None
+    """Instead of optim.weight_decay, whatever the tensor is."""
+    freeze: bool = False
+    """Never change them; they have no gradient and no optimizer state."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "sgd", "lion", "muon"] = Field(
+        default="adamw", examples=["adamw", "sgd", "lion", "muon"]
+    )
+    """The optimizer; muon is for the matrices of blocks, with adamw for everything else."""
+    lr: Positive = 3e-4
+    """Peak learning rate."""
+    min_lr: Annotated[Real, Field(ge=0)] = 0.0
+    """Learning rate after decay."""
+    warmup: Natural = 0
+    """Steps of linear warm-up."""
+    decay: Count | None = None
+    """The step at which decay ends; train.steps, or the end of a longer warm-up, unless given."""
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "wsd"] = "cosine"
+    """Shape after warm-up; wsd is warm-up, stable, then a linear cool-down."""
+    cooldown: Count | None = None
+    """Steps of the cool-down of wsd; a tenth of decay (of train.steps) unless given."""
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.1
+    """Decay of weight matrices and embeddings; norms and biases never decay."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Averaging factors of adamw and lion."""
+    momentum: Fraction | None = None
+    """Averaging factor of sgd (0.9 unless given) and of muon (0.95)."""
+    eps: Positive = 1e-8
+    """Adam's epsilon; muon adds it to the norm it divides by, lion's sign is a slope below it."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """What the moments are kept in: float32 or wider, or bfloat16, rounded up or down at random."""
+    offload: bool = Field(default=False, examples=[False, True])
+    """Keep masters and moments in host memory and update them there."""
+    clip: Annotated[Real, Field(ge=0)] = Field(default=1.0, examples=[0.0, 0.01])
+    """Largest global gradient norm; 0 switches clipping off."""
+    clip_norm: Literal["2", "inf"] = Field(default="2", examples=["2", "inf"])
+    """Which norm clip limits and the log shows: 2, or inf for the largest magnitude."""
+    loss_scale: Positive = 65536.0
+    """The first scale of the loss in float16; it falls and rises by itself."""
+    loss_scale_every: Count = 1000
+    """Good steps in a row before the loss scale doubles."""
+    rules: tuple[RuleConfig, ...] = ()
+    """Tables [[optim.rules]]: what is frozen, or has a learning rate or decay of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainConfig:
+    """Length, batch, precision."""
+
+    steps: Natural
+    """Updates in the whole run."""
+    global_batch: Count = Field(default=8, examples=[1, 2, 3, 4, 5, 6])
+    """Sequences an update, over all ranks."""
+    micro_batch: Count = Field(default=1, examples=[1, 2, 3])
+    """Sequences a data rank and forward."""
+    ramp: tuple[tuple[Count, Count], ...] = ()
+    """Smaller batches at the start: [[100, 8], [300, 16]] is 8 through step 100, 16 through 300."""
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Of weights and activations; 16-bit types keep float32 masters, float16 scales the loss."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """After a NaN or an infinity in loss or gradient: stop, or skip the update and go on."""
+    max_skips: Natural = 20
+    """Stop after so many skipped updates in a row."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes CUDA where it is."""
+    seed: Natural = 0
+    """Seed of initial weights, dropout, and moments that are rounded at random."""
+    eval_every: Natural = 0
+    """Steps between evaluations; 0: only after the last step."""
+    eval_steps: Natural = 8
+    """Global batches an evaluation takes from each validation set."""
+    label_smoothing: Fraction = Field(default=0.0, examples=[0.0, 0.1])
+    """Share of the training loss that is spread evenly over the vocabulary."""
+    z_loss: Annotated[Real, Field(ge=0)] = Field(default=0.0, examples=[0.0, 1e-3])
+    """Weight of the squared log-sum-exp of the logits in training; not part of the logged loss."""
+    max_minutes: Positive | None = None
+    """Save and stop, with exit code 0, after so many minutes."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    """Where and when the run is saved."""
+
+    dir: str | None = None
+    """Folder of checkpoints, relative to the current directory; else log.dir/checkpoints."""
+    every: Natural = 0
+    """Steps between checkpoints; the last step is always saved."""
+    keep: Count | None = None
+    """Keep the newest N; all unless given."""
+    load: str | None = None
+    """Start a fresh run from this checkpoint's weights; relative to the current directory."""
+    load_state: bool = False
+    """With checkpoint.load: its moments, step and data cursor too."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LogConfig:
+    """What a run writes about itself."""
+
+    dir: str = "runs/default"
+    """Folder of the run's files, relative to the current directory."""
+    every: Count = 10
+    """Steps between lines on the terminal."""
+    tensorboard: bool = False
+    """Write TensorBoard event files as well."""
+    zeros: bool = False
+    """Count the elements of all gradients that are exactly 0, as zero_gradients."""
+    trace: tuple[Count, ...] = ()
+    """Steps whose pipeline actions are timed, in trace-step-N.json for Perfetto."""
