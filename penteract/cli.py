@@ -7,12 +7,15 @@ Exit codes: 0 done; 1 a fault; 2 the user's input is wrong (one message, no trac
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import json
 import logging
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +24,10 @@ from penteract.errors import UserError
 from penteract.launch import die_with_parent, environment, report_failure, start_local
 
 if TYPE_CHECKING:
+    import torch
+
     from penteract.config import Config
+    from penteract.launch import Launch
 
 FILE_ERRORS = (
     FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError,
@@ -59,10 +65,13 @@ def _verdict(error: Exception) -> tuple[int, str]:
         return 1 if isinstance(error, SaveError) else 2, f"penteract: {error}"
     if isinstance(error, FILE_ERRORS) and error.filename:
         return 2, f"penteract: {error.filename}: {error.strerror}"
+    from penteract.parallel.pipeline.executor import StalledError
     from penteract.train.nonfinite import NonFiniteError
 
     if isinstance(error, NonFiniteError):
         return 1, f"penteract: {error}"
+    if isinstance(error, StalledError):
+        return 3, f"penteract: {error}"
     return 1, "".join(traceback.format_exception(error))
 
 
@@ -71,8 +80,8 @@ def _verdict(error: Exception) -> tuple[int, str]:
 
 def train(arguments: argparse.Namespace) -> int:
     """Train a model."""
-    from penteract.config import check_world
     from penteract.config_file import help_text, to_toml
+    from penteract.train.pipeline import check
 
     if arguments.help:
         print(f"{arguments.parser.format_help()}\nEvery key of the file is an option too.\n")
@@ -92,7 +101,7 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(config, arguments.world or 1, arguments.rank or 0)
     if arguments.nproc is not None:
-        check_world(config.parallel, arguments.nproc)
+        check(config, arguments.nproc)
         return start_local(arguments.nproc, _without_nproc(arguments.argv))
     return _train_rank(config)
 
@@ -108,12 +117,12 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 
 def _train_rank(config: Config) -> int:
-    from penteract.config import check_world
     from penteract.launch import connect
+    from penteract.train.pipeline import check
     from penteract.train.signals import StopRequest
 
     launch = environment()
-    check_world(config.parallel, launch.world)
+    check(config, launch.world)
     with StopRequest(config.train.max_minutes) as stop:
         import torch.distributed as dist
 
@@ -132,11 +141,11 @@ def _train_rank(config: Config) -> int:
 
 
 def _dry_run(config: Config, world: int, rank: int) -> int:
-    from penteract.config import check_world
     from penteract.train.dry_run import dry_run
     from penteract.train.language_model import with_vocabulary
+    from penteract.train.pipeline import check
 
-    check_world(config.parallel, world)
+    check(config, world)
     if not 0 <= rank < world:
         raise UserError(f"--rank {rank} is outside 0 .. {world - 1} of --world {world}")
     config, _ = with_vocabulary(config)
@@ -196,6 +205,25 @@ def layout(arguments: argparse.Namespace) -> int:
         print(json.dumps(layout_json(grid), separators=(",", ":")))
     else:
         print(draw(grid, arguments.gpus_per_node))
+    return 0
+
+
+def schedule(arguments: argparse.Namespace) -> int:
+    """Show what each pipeline rank does when, and how long it is idle."""
+    from penteract.schedule_command import load, make, show
+
+    sizes = {"--ranks": arguments.ranks, "--microbatches": arguments.microbatches}
+    if arguments.table is not None:
+        given = [name for name, value in (*sizes.items(), ("--chunks", arguments.chunks)) if value]
+        if given:
+            raise UserError(f"--table says its sizes itself: no {', '.join(given)} beside it")
+        plan = load(arguments.table)
+    else:
+        missing = [name for name, value in sizes.items() if value is None]
+        if missing:
+            raise UserError(f"--kind needs {' and '.join(missing)}")
+        plan = make(arguments.kind, arguments.ranks, arguments.chunks, arguments.microbatches)
+    show(plan, as_json=arguments.json, picture=arguments.svg, trace=arguments.trace)
     return 0
 
 
@@ -268,15 +296,16 @@ def checkpoint_verify(arguments: argparse.Namespace) -> int:
 def generate(arguments: argparse.Namespace) -> int:
     """Write text with a trained model."""
     import torch
+    import torch.distributed as dist
 
     from penteract.checkpoint.io import find_step
-    from penteract.checkpoint.model import load_model
     from penteract.data.tokenizers import load_tokenizer
     from penteract.nn.generate import Sampling, generate
 
-    path = find_step(arguments.checkpoint)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, config, state = load_model(path, device=device)
+    if arguments.nproc is not None:
+        return start_local(arguments.nproc, _without_nproc(arguments.argv))
+    path, launch = find_step(arguments.checkpoint), environment()
+    model, config, state, device = _loaded(path, launch)
     spec = arguments.tokenizer or config.data.tokenizer
     tokenizer = load_tokenizer(spec, config.data.end_of_document)
     if tokenizer.hash != state.get("tokenizer", tokenizer.hash):
@@ -293,12 +322,31 @@ def generate(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UserError(str(error)) from None
     stream = tokenizer.stream()
-    print(arguments.prompt, end="", flush=True)
-    for (token,) in itertools.chain([first], tokens):
-        if token != stop:
-            print(stream.push(token), end="", flush=True)
-    print(stream.finish())
+    with contextlib.ExitStack() as quiet:
+        if launch.rank:  # all ranks draw the same tokens; one says them
+            quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        print(arguments.prompt, end="", flush=True)
+        for (token,) in itertools.chain([first], tokens):
+            if token != stop:
+                print(stream.push(token), end="", flush=True)
+        print(stream.finish())
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return 0
+
+
+def _loaded(path: Path, launch: Launch) -> tuple[Any, Config, dict[str, Any], torch.device]:
+    """The model, whole or a stage of it, its configuration and saved state, and the device."""
+    from penteract.checkpoint.model import load_model, load_pipelined
+    from penteract.grid import Grid
+    from penteract.launch import connect
+    from penteract.mesh import create_mesh
+
+    device = connect(launch)
+    if launch.world == 1:
+        return (*load_model(path, device=device), device)
+    pp = create_mesh(Grid(launch.world, pp=launch.world), launch.rank).axis("pp")
+    return (*load_pipelined(path, pp, device=device), device)
 
 
 RUNS: Mapping[str, options.Command] = MappingProxyType(
@@ -306,6 +354,7 @@ RUNS: Mapping[str, options.Command] = MappingProxyType(
         "train": train,
         "verify": verify,
         "layout": layout,
+        "schedule": schedule,
         "data build": data_build,
         "data inspect": data_inspect,
         "data show": data_show,

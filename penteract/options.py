@@ -24,6 +24,7 @@ def parser(runs: Mapping[str, Command]) -> argparse.ArgumentParser:
     _add_train(commands, runs["train"])
     _add_verify(commands, runs["verify"])
     _add_layout(commands, runs["layout"])
+    _add_schedule(commands, runs["schedule"])
     _add_data(commands, runs)
     _add_checkpoint(commands, runs)
     _add_generate(commands, runs["generate"])
@@ -96,6 +97,23 @@ def _add_layout(commands: Any, run: Command) -> None:
     p.add_argument("--json", action="store_true", help="print the groups as JSON")
 
 
+def _add_schedule(commands: Any, run: Command) -> None:
+    example = "penteract schedule --kind interleaved --ranks 4 --chunks 2 --microbatches 8"
+    p = _command(commands, "schedule", run, example)
+    which = p.add_mutually_exclusive_group(required=True)
+    kinds = "gpipe, 1f1b, interleaved, zb-h1, zb-v or dualpipe-v"
+    which.add_argument("--kind", metavar="KIND", help=kinds)
+    which.add_argument("--table", type=Path, metavar="FILE", help="your own, as --json prints it")
+    p.add_argument("--ranks", type=_positive, metavar="N", help="pipeline ranks")
+    p.add_argument(
+        "--chunks", type=_positive, metavar="N", help="stages a rank (1, or 2 for the V kinds)"
+    )
+    p.add_argument("--microbatches", type=_positive, metavar="N", help="of one update")
+    p.add_argument("--json", action="store_true", help="print the actions and figures as JSON")
+    p.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+
+
 def _add_data(commands: Any, runs: Mapping[str, Command]) -> None:
     about = "Make, describe and look into token files."
     group = commands.add_parser("data", help=about, description=about, allow_abbrev=False)
@@ -136,6 +154,9 @@ def _add_generate(commands: Any, run: Command) -> None:
     example = 'penteract generate runs/default/checkpoints --prompt "def main("'
     p = _command(commands, "generate", run, example)
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="a step, or the folder of steps")
+    p.add_argument(
+        "--nproc", type=_positive, metavar="N", help="one stage on each of N local ranks"
+    )
     p.add_argument("--prompt", default="", help="text to go on from")
     p.add_argument("--max-tokens", type=_positive, default=256, metavar="N", help="at most (256)")
     p.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
