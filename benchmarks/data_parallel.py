@@ -56,10 +56,11 @@ from penteract.grid import Grid
 from penteract.mesh import Traffic, create_mesh
 from penteract.nn.sequences import Sequences
 from penteract.parallel.buffers import Buffers
+from penteract.pending import Pending
 from penteract.testing import run_ranks, world_axis
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
-from penteract.wire import Pending, all_reduce_, barrier
+from penteract.wire import all_reduce_, barrier
 
 RANKS, LAYERS, HIDDEN, SEQ, BATCH = 2, 10, 640, 128, 2
 WARM_UP = 3

@@ -36,10 +36,11 @@ from penteract.data.synthetic import SyntheticSource
 from penteract.grid import Grid
 from penteract.mesh import create_mesh
 from penteract.nn.sequences import Sequences
+from penteract.pending import Pending
 from penteract.testing import run_ranks, world_axis
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
-from penteract.wire import Pending, all_reduce_, barrier
+from penteract.wire import all_reduce_, barrier
 
 RANKS, LAYERS, VOCAB, SEQ, HEAD_SIZE = 2, 4, 8192, 512, 64
 WARM_UP, TOLERANCE = 3, 1e-4

@@ -94,9 +94,10 @@ def missing_module() -> str | None:
 def train(
     config: Config, weights: Weights, steps: Sequence[MicroBatches]
 ) -> list[dict[str, float]]:
-    """Train from logical `weights` as this rank of a tensor-parallel group of all ranks.
+    """Train from logical `weights` as this rank of `parallel.tp` times `parallel.pp` ranks.
 
-    Returns loss, grad_norm and step_ms of each step, named as in our metrics.
+    The pipeline's schedule is 1F1B, its layers are cut evenly. Returns loss, grad_norm and step_ms
+    of each step, named as in our metrics.
     """
     step, lines = stepping(config, weights), []
     for batches in steps:
@@ -122,7 +123,7 @@ def stepping(config: Config, weights: Weights) -> Callable[[MicroBatches], tuple
         if not dist.is_initialized():
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel(tp)
+        parallel_state.initialize_model_parallel(tp, config.parallel.pp)
         model = _model(config)
         rank = parallel_state.get_tensor_model_parallel_rank()
         _copy_weights(model, config, weights, rank)
@@ -147,7 +148,8 @@ class _Norm(nn.RMSNorm):
 
 
 def _model(config: Config) -> Any:
-    """Megatron's GPTModel of a resolved configuration, with weights of its own."""
+    """This rank's stage of Megatron's GPTModel of a resolved configuration, its weights random."""
+    from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -171,31 +173,43 @@ def _model(config: Config) -> Any:
         hidden_dropout=0.0,
         tensor_model_parallel_size=config.parallel.tp,
         sequence_parallel=config.parallel.sp,
+        pipeline_model_parallel_size=config.parallel.pp,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=False,  # its messages in a batch are followed by a CUDA synchronization
         use_cpu_initialization=True,
         finalize_model_grads_func=finalize_model_grads,
     )
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
+    layers = [layer] * (ours.layers // config.parallel.pp)
     return GPTModel(
         theirs,
-        TransformerBlockSubmodules(layer_specs=[layer] * ours.layers, layer_norm=_Norm),
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=_Norm),
         vocab_size=ours.vocab,
         max_sequence_length=config.data.seq,
         position_embedding_type="rope",
         rotary_base=ours.rope_theta,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=ours.tied,
     )
 
 
 @torch.no_grad()
-def _copy_weights(model: nn.Module, config: Config, weights: Weights, rank: int) -> None:
-    used: set[str] = set()
+def _copy_weights(model: Any, config: Config, weights: Weights, rank: int) -> None:
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    used, before = set[str](), get_transformer_layer_offset(model.config)
     for name, parameter in model.named_parameters():
+        if name.startswith("decoder.layers."):  # counted from the stage's first
+            _, _, number, rest = name.split(".", 3)
+            name = f"decoder.layers.{before + int(number)}.{rest}"
         sources, value = _local_values(name, config, weights, rank)
         assert value.shape == parameter.shape, f"{name}: {value.shape}, {parameter.shape}"
         parameter.copy_(value)
         used.update(sources)
-    assert used == set(weights), f"not in Megatron's model: {set(weights) - used}"
+    stages = config.parallel.pp
+    assert stages > 1 or used == set(weights), f"not in Megatron's model: {set(weights) - used}"
 
 
 def _local_values(
@@ -283,6 +297,9 @@ def _step(model: Any, config: Config) -> Callable[[MicroBatches], tuple[float, f
             forward_only=False,
         )
         _, norm, _ = optimizer.step()
-        return math.fsum(float(x) for x in losses) / len(losses), float(norm)
+        mean = torch.tensor(math.fsum(map(float, losses)) / len(batches), dtype=torch.float64)
+        if config.parallel.pp > 1:  # only the last stage has losses
+            dist.all_reduce(mean, group=parallel_state.get_pipeline_model_parallel_group())
+        return mean.item(), float(norm)
 
     return step
