@@ -25,7 +25,7 @@ from penteract.launch import connect, environment
 from penteract.mesh import Axis, create_mesh
 from penteract.parallel.parameters import adopt
 from penteract.train.loop import train
-from penteract.train.task import Task
+from penteract.train.task import Task, whole
 
 DIGITS = 10
 
@@ -72,7 +72,7 @@ def sorting_task(config: Config, dp: Axis, device: torch.device) -> Task:
     return Task(
         model=model,
         batches=batches,
-        loss=loss,
+        forward=whole(loss),
         count=lambda tokens: tokens.numel(),
         tokens=lambda step: batch * seq,
         validation={"held-out": lambda: [samples(range(dp.rank - 64, 0, dp.size))]},

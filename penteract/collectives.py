@@ -35,23 +35,25 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from penteract import compat
 from penteract.mesh import Axis
+from penteract.pending import Pending, done
 from penteract.wire import (
-    Pending,
     Sizes,
     all_reduce_,
     barrier,
     broadcast_,
-    done,
     exchange,
     exchange_sizes,
+    meet,
     own_part,
     start_all_gather,
     start_all_gather_into,
     start_all_reduce,
     start_all_reduce_,
     start_all_to_all,
+    start_receive,
     start_reduce_scatter,
     start_reduce_scatter_,
+    start_send,
     start_shift,
     whole_sizes,
 )
@@ -75,6 +77,7 @@ __all__ = [
     "done",
     "exchange",
     "gather",
+    "meet",
     "reduce_scatter",
     "replicate",
     "shift",
@@ -84,8 +87,10 @@ __all__ = [
     "start_all_reduce",
     "start_all_reduce_",
     "start_all_to_all",
+    "start_receive",
     "start_reduce_scatter",
     "start_reduce_scatter_",
+    "start_send",
     "start_shift",
 ]
 

@@ -17,6 +17,7 @@ dtype (an all-reduce and a broadcast as a ring sends them):
 | `shift`          | all of x                                               |
 | `broadcast`      | all of x; nothing on the rank that the ring ends with  |
 | `exchange`       | (n−1) × (8 + the payload)                              |
+| `send`           | all of x                                               |
 
 On a CPU a reduce-scatter, and from 3 ranks on a small all-reduce (all copies together up to 1 MiB),
 are an all-to-all and a sum in rank order, which every rank takes alike, so that they agree to the
@@ -28,7 +29,7 @@ its small all-reduce 1.6 to 2.1 times on 4 ranks, on 2 half of it: `benchmarks/c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from penteract import compat
 from penteract.mesh import Axis
+from penteract.pending import Pending, done
 from penteract.placement import even_sizes
 
 Sizes = Sequence[int] | None
@@ -45,29 +47,6 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 # 2 ranks gloo's own is the faster one at every size.
 _ONE_EXCHANGE_BYTES = 1 << 20  # of all copies together
 _ONE_EXCHANGE_RANKS = 16
-
-
-class Pending:
-    """A collective in flight. `wait()` returns its result, the same one when called again."""
-
-    def __init__(self, works: Iterable[dist.Work], finish: Callable[[], Tensor]) -> None:
-        self._works = tuple(works)
-        self._finish: Callable[[], Tensor] | None = finish
-        self._result: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        if self._finish is not None:
-            for work in self._works:
-                work.wait()
-            # The buffers are freed with the closure.
-            self._works, self._result, self._finish = (), self._finish(), None
-        assert self._result is not None
-        return self._result
-
-
-def done(x: Tensor) -> Pending:
-    """What nothing is awaited for."""
-    return Pending((), lambda: x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
@@ -222,6 +201,37 @@ def start_shift(x: Tensor, axis: Axis, k: int = 1) -> Pending:
         ]
     )
     return Pending(works, lambda: out)
+
+
+def start_send(x: Tensor, channel: Axis) -> Pending:
+    """Begin sending the contiguous `x` over a channel: an axis from its first rank to its second.
+
+    Do not write to `x` until `wait()` has returned.
+    """
+    if x.numel() == 0:
+        return done(x)
+    channel.traffic.add("send", _bytes(x))
+    work = dist.isend(compat.as_wire(x.detach()), channel.ranks[1], group=channel.group)
+    return Pending([work] if work else [], lambda: x)
+
+
+def start_receive(out: Tensor, channel: Axis) -> Pending:
+    """Begin receiving into the contiguous `out` what the first rank of the channel sends."""
+    if out.numel() == 0:
+        return done(out)
+    work = dist.irecv(compat.as_wire(out), channel.ranks[0], group=channel.group)
+    return Pending([work] if work else [], lambda: out)
+
+
+def meet(channel: Axis, device: torch.device) -> None:
+    """Return once both ends of a channel are there. Some backends connect at the first message
+    only, and would wait for each other there if their ends met theirs in different orders.
+    """
+    x = torch.zeros(1, device=device)
+    move = (dist.isend, dist.irecv)[channel.rank]
+    work = move(x, channel.ranks[1 - channel.rank], group=channel.group)
+    if work is not None:
+        work.wait()
 
 
 def all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:

@@ -376,7 +376,7 @@ def test_no_steps_is_a_configuration(tmp_path: Path) -> None:
     assert load(write(tmp_path, train={"steps": 0})).optim.decay == 1
 
 
-@pytest.mark.parametrize("axis", ["cp", "pp", "ep"])
+@pytest.mark.parametrize("axis", ["cp", "ep"])
 def test_an_axis_that_is_not_offered_is_named(axis: str) -> None:
     check_world(ParallelConfig(tp=2), 6)
     with pytest.raises(ConfigError, match=f"parallel.{axis} = 2: this release splits"):

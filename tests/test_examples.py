@@ -22,7 +22,7 @@ from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import adopt, declared_parameters
 from penteract.testing import run_ranks, world_axis
 from penteract.train.run import Run
-from penteract.train.task import Task
+from penteract.train.task import Task, whole
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_model.py"
 
@@ -114,7 +114,7 @@ def trained(model: nn.Module, ranks: int, folder: Path | None = None) -> list[to
         task = Task(
             model=model,
             batches=lambda step: [samples(step)[world.rank :: world.size]],
-            loss=lambda tokens, scale, noise: {"loss": scale * loss_of(model, tokens)},
+            forward=whole(lambda tokens, scale, noise: {"loss": scale * loss_of(model, tokens)}),
             count=lambda tokens: tokens[:, 1:].numel(),
             tokens=lambda step: 36,
         )

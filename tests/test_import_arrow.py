@@ -12,12 +12,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each imports only from rows above, from its own file or folder, and, where its row is a tuple,
 # from what stands before it there; the members of a set do not know each other.
 ARROW: tuple[tuple[str, ...] | set[str], ...] = (
-    ("errors", "layout_rules", "config_values", "config", "config_file"),
+    ("errors", "layout_rules", "config_values", "config_sections", "config", "config_file"),
     ("grid", "layout_picture"),
-    ("mesh",),
+    ("compat", "mesh"),
     ("placement",),
     ("random",),
-    ("mailbox", "shared_memory", "compat", "wire", "collectives", "checking"),
+    ("mailbox", "shared_memory", "pending", "wire", "collectives", "checking"),
     ("testing",),
     ("parallel",),
     ("nn",),
@@ -26,13 +26,17 @@ ARROW: tuple[tuple[str, ...] | set[str], ...] = (
     {"optim", "checkpoint", "data"},
     ("train",),
     {"plan", "verify"},
-    ("options", "launch", "cli", "__main__"),
+    ("schedule_picture", "schedule_command", "options", "launch", "cli", "__main__"),
 )
 READ_ENVIRONMENT = {"launch.py", "cli.py"}
 PURE = {
-    "errors.py", "layout_rules.py", "config_values.py", "config.py", "grid.py",
-    "layout_picture.py", "placement.py",
-    "parallel/pipeline/schedules.py", "checkpoint/plan.py", "checkpoint/format.py", "data/order.py",
+    "errors.py", "layout_rules.py", "config_values.py", "config_sections.py", "config.py",
+    "grid.py", "layout_picture.py", "placement.py",
+    "schedule_picture.py", "parallel/pipeline/stages.py", "parallel/pipeline/trace.py",
+    "parallel/pipeline/schedules.py", "parallel/pipeline/actions.py",
+    "parallel/pipeline/zero_bubble.py", "parallel/pipeline/tables.py",
+    "parallel/pipeline/lowering.py", "parallel/pipeline/timeline.py",
+    "checkpoint/plan.py", "checkpoint/format.py", "data/order.py",
     "data/blend.py", "optim/schedule.py", "optim/muon_plan.py", "optim/loss_scale.py",
     "nn/flops.py", "train/batch_ramp.py", "train/traffic.py",
 }  # fmt: skip
@@ -80,7 +84,7 @@ def may_import() -> dict[str, set[str]]:
             before = set(row[:place]) if isinstance(row, tuple) else set()
             allowed[name] = above | before | {name}
         above = above | set(row)
-    collectives = {"mailbox", "shared_memory", "compat", "wire", "collectives"}
+    collectives = {"mailbox", "shared_memory", "compat", "pending", "wire", "collectives"}
     allowed["testing"] = {"mesh", "layout_rules", "testing"} | collectives
     return allowed
 

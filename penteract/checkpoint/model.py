@@ -1,8 +1,9 @@
-"""A model on one process from a checkpoint, whatever layout wrote it."""
+"""A model from a checkpoint, whatever layout wrote it: on one process, or cut into stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from penteract.checkpoint.plan import Shard
 from penteract.config import Config
 from penteract.config_file import from_dict
 from penteract.families import model_spec
-from penteract.mesh import single
-from penteract.nn.model import Stage
+from penteract.mesh import Axis, create_channels, single
+from penteract.nn.model import Stage, Stages
+from penteract.nn.pipelined import Pipelined
 from penteract.parallel.buckets import Slot
 from penteract.parallel.parameters import declared_parameters
+from penteract.parallel.pipeline.stages import cut
 from penteract.parallel.tensor import TensorParallel
 from penteract.placement import Fragment, Placement
 
@@ -53,6 +56,22 @@ def load_model(
     model = Stage(model_spec(config.model), alone, dtype=dtype)
     load(path, _allocate(model, device), skip=STATE_PREFIXES)
     return model.eval(), config, manifest.state
+
+
+def load_pipelined(
+    path: Path, pp: Axis, *, device: torch.device | str = "cpu"
+) -> tuple[Pipelined, Config, dict[str, Any]]:
+    """As `load_model`, one stage on each rank of `pp`; all of them call it together."""
+    manifest = read_manifest(path)
+    config = from_dict(manifest.config)
+    spec, dtype = model_spec(config.model), getattr(torch, config.train.dtype)
+    names = cut(spec.layer_names, pp.size)
+    alone = TensorParallel(single("tp"))
+    stages = Stages(spec, alone, {pp.rank: names[pp.rank]}, dtype=dtype)
+    load(path, _allocate(stages, device), axis=pp, skip=STATE_PREFIXES)
+    channels = create_channels(pp, pairwise(range(pp.size)))
+    model = Pipelined(stages.eval(), range(pp.size), pp, channels, dtype)
+    return model, config, manifest.state
 
 
 def _allocate(model: nn.Module, device: torch.device | str) -> list[tuple[Shard, Tensor]]:

@@ -21,3 +21,4 @@ class Build:
     output_init: Init  # of matrices whose output is added to the residual stream
     recompute: Recompute = field(default_factory=Recompute)
     vocab_multiple: int = 1  # rows of the vocabulary on a rank are padded to a multiple of it
+    tied: bool = False  # embedding and head are one tensor, maybe on two pipeline ranks

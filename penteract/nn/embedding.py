@@ -93,11 +93,15 @@ class Embedding(Layer):
 
 
 def vocabulary_rows(name: str, vocab: int, hidden: int, build: Build) -> Placement:
-    """Placement of this rank's rows of a [vocab, hidden] matrix, as many as `padded_rows`."""
+    """Placement of this rank's rows of a [vocab, hidden] matrix, as many as `padded_rows`.
+
+    Where embedding and head are tied, each holds a part of the gradient's sum.
+    """
     start, stop = split_range(vocab, build.tp.axis.size, build.tp.axis.rank)
     piece = Piece(name, (vocab, hidden), Box((start, 0), (stop - start, hidden)), (0, 0))
     shape = (padded_rows(stop - start, build.vocab_multiple), hidden)
-    return Placement(shape, (piece,), data_partial("split"), build.init, decay=True)
+    axes = {**data_partial("split"), "tied": "partial"} if build.tied else data_partial("split")
+    return Placement(shape, (piece,), axes, build.init, decay=True)
 
 
 def padded_rows(rows: int, multiple: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penteract.nn.model import Stage
+from penteract.nn.pipelined import Pipelined
 from penteract.nn.sequences import Sequences
 from penteract.random import uniform
 
@@ -62,7 +63,7 @@ def choose(logits: Tensor, sampling: Sampling, step: int) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: Stage,
+    model: Stage | Pipelined,
     prompts: Tensor,
     *,
     max_tokens: int,

@@ -152,7 +152,11 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 
 class Head(Layer):
-    """The stream → losses, or logits [t, v]. Tied to an embedding where one is given."""
+    """The stream → losses, or logits [t, v].
+
+    Tied to an embedding it uses that one's weight; without `tied_to` that lies on another pipeline
+    rank, and this is a copy of it.
+    """
 
     weight: nn.Parameter
 
@@ -168,7 +172,8 @@ class Head(Layer):
         if tied_to is not None:
             self.share("weight", tied_to, "weight")
         else:
-            placement = vocabulary_rows(f"{name}.weight", vocab, hidden, build)
+            logical = "embed.weight" if build.tied else f"{name}.weight"
+            placement = vocabulary_rows(logical, vocab, hidden, build)
             self.declare("weight", placement, build.dtype)
 
     def check_rows(self, weight: Tensor) -> None:

@@ -1,8 +1,9 @@
 """What is measured of all gradients at once: every logical element once, whatever the layout.
 
 Own gradients are complete after `Buffers.finish`. A bucket's measure is reduced over the ranks that
-share out its ownership and over the axes that split its parameters; replicas count once. Gaps
-between parameters and padding hold zero.
+share out its ownership and over the axes that split its parameters, then all over the pipeline's
+stages; replicas, and the copies of a tied weight, count once. Gaps between parameters and padding
+hold zero.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from penteract.collectives import all_reduce_
-from penteract.mesh import Axis
+from penteract.mesh import Axis, single
+from penteract.parallel.buckets import Bucket
 from penteract.parallel.buffers import Buffers
 
 RUN = 1 << 12  # elements
+ALONE = single("pp")  # where nothing is said of a pipeline
 
 
 def gradient_norm(buffers: Buffers, axes: Mapping[str, Axis], *, order: float = 2.0) -> Tensor:
@@ -32,9 +35,11 @@ def gradient_norm(buffers: Buffers, axes: Mapping[str, Axis], *, order: float = 
 
 def count_zeros(buffers: Buffers, axes: Mapping[str, Axis]) -> Tensor:
     """How many elements of all logical tensors have a gradient of exactly 0; an int64 scalar."""
-    pieces = (piece for slot in buffers.slots() for piece in slot.entry.placement.pieces)
+    slots = (slot for slot in buffers.slots() if _counts(slot.bucket, buffers))
+    pieces = (piece for slot in slots for piece in slot.entry.placement.pieces)
     shapes = {piece.tensor: piece.shape for piece in pieces}
-    total = sum(torch.Size(shape).numel() for shape in shapes.values())
+    here = sum(torch.Size(shape).numel() for shape in shapes.values())
+    total = all_reduce_(torch.tensor(here, device=buffers.device), axes.get("pp", ALONE))
     return total - _over_owners(buffers, axes, torch.count_nonzero, "sum")
 
 
@@ -68,14 +73,24 @@ def _over_owners(
     """Sum or largest of every bucket's measure over all owners of something else."""
     found: dict[tuple[str, ...], list[Tensor]] = {}
     for bucket in buffers.buckets:
-        found.setdefault(bucket.kind.split_axes, []).append(measure(bucket.own_gradient))
+        if _counts(bucket, buffers):
+            found.setdefault(bucket.kind.split_axes, []).append(measure(bucket.own_gradient))
     parts = []
     for split_axes, values in sorted(found.items()):
         value = _joined(values, op)
         for name in split_axes:
             all_reduce_(value, axes[name], op)
         parts.append(all_reduce_(value, buffers.sharding.shard, op))
-    return _joined(parts, op) if parts else torch.zeros((), dtype=torch.float64)
+    whole = (
+        _joined(parts, op) if parts else torch.zeros((), dtype=torch.float64, device=buffers.device)
+    )
+    return all_reduce_(whole, axes.get("pp", ALONE), op)
+
+
+def _counts(bucket: Bucket, buffers: Buffers) -> bool:
+    """Of the copies of a tied weight one counts."""
+    holders = buffers.more_axes.get("tied", ALONE)
+    return "tied" not in bucket.kind.more_axes or holders.rank == 0
 
 
 def _joined(values: Sequence[Tensor], op: str) -> Tensor:

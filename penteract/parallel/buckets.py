@@ -7,6 +7,7 @@ backward reaches them, cut into buckets. Every bucket is cut into equal slices, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from penteract.mesh import Axis, single
 from penteract.parallel.parameters import Declared
+from penteract.pending import Pending
 from penteract.placement import Fragment, flat_view
-from penteract.wire import Pending
 
 ALIGNMENT = 64  # elements; a parameter and a slice start on a cache line whatever the type
 BUCKET_BYTES = 25 << 20  # at least so much gradient goes in one message …
@@ -44,6 +45,19 @@ class Sharding:
         return cls(single(axis.name), axis, overlap=overlap)
 
 
+class Units:
+    """The parts of a model that run at once, in the order of forward, and their pipeline stages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: list[nn.Module] = list(getattr(model, "units", [model]))
+        self.stages: list[int] = list(getattr(model, "unit_stages", [0] * len(self.modules)))
+        self._number = {id(m): i for i, unit in enumerate(self.modules) for m in unit.modules()}
+
+    def of(self, entry: Declared) -> list[int]:
+        """The numbers of the units that use a parameter."""
+        return sorted({self._number[id(module)] for module, _ in entry.holders})
+
+
 @dataclass(frozen=True)
 class Group:
     """How an optimizer treats some parameters unlike the others."""
@@ -61,6 +75,8 @@ class Bucket:
     start: int  # in the kind's flat order, elements
     numel: int  # a multiple of the number of slices
     unit: int = 0  # the part of the model that it belongs to, in stage 3
+    stage: int = 0  # of the pipeline
+    late: bool = False  # complete after the backwards of several stages, reduced at a step's end
     slots: list[Slot] = field(default_factory=list)
     pending: int = 0  # slots still to become ready
     kept: bool = True  # parameters stay whole between uses
@@ -176,7 +192,7 @@ _Key = tuple[torch.dtype, bool, bool, Group, tuple[str, ...], tuple[str, ...]]
 
 def lay_out(
     order: Sequence[Declared],
-    units: Sequence[int],
+    units: Units,
     sharding: Sharding,
     *,
     group_of: Callable[[Declared], Group],
@@ -184,53 +200,52 @@ def lay_out(
 ) -> list[Kind]:
     """Kinds with their buckets and slots, without memory.
 
-    `order` is that in which backward completes the parameters; `units` are the parts of the model
-    that they belong to. In stage 3 a bucket is what one unit has of a kind.
+    `order` is that in which backward completes the parameters. A bucket is of one pipeline stage,
+    in ZeRO's stage 3 of one unit.
     """
     members: dict[_Key, list[tuple[Declared, int]]] = {}
     reduced = sharding.shard.name.split("-")
-    for entry, unit in zip(order, units, strict=True):
+    for entry in order:
         p = entry.placement
         more = tuple(axis for axis in sorted(p.partial_axes) if axis not in reduced)
         group = group_of(entry)
         if not entry.parameter.requires_grad:
             group = Group(frozen=True)
         key = (entry.parameter.dtype, p.decay, p.matrix, group, p.split_axes, more)
-        members.setdefault(key, []).append((entry, unit))
+        members.setdefault(key, []).append((entry, units.of(entry)[0]))
     kinds = []
     for key, entries in members.items():
         kind = Kind(*key, sharding)
         limit_bytes = bucket_bytes or max(BUCKET_BYTES, SLICE_BYTES * sharding.shard.size)
         start = 0
-        for together, unit in _groups(entries, sharding, limit_bytes // kind.wide.itemsize):
+        limit = limit_bytes // kind.wide.itemsize
+        for together, unit in _groups(entries, units.stages, sharding, limit):
             bucket = _bucket(kind, together, start, unit)
+            bucket.stage = units.stages[unit]
+            used = {units.stages[i] for entry in together for i in units.of(entry)}
+            bucket.late = len(used) > 1
             kind.buckets.append(bucket)
             start += bucket.numel
         kinds.append(kind)
     return kinds
 
 
-def unit_numbers(model: nn.Module, entries: Sequence[Declared]) -> list[int]:
-    """Which of the model's `units` each parameter belongs to: the first that holds it."""
-    units = getattr(model, "units", [model])
-    number = {id(m): i for i, unit in enumerate(units) for m in unit.modules()}
-    return [number[id(entry.holders[0][0])] for entry in entries]
-
-
 def _groups(
-    entries: Sequence[tuple[Declared, int]], sharding: Sharding, limit: int
+    entries: Sequence[tuple[Declared, int]], stages: Sequence[int], sharding: Sharding, limit: int
 ) -> Iterator[tuple[list[Declared], int]]:
-    """Entries of a bucket and their unit: closed by what fills it, in stage 3 by a unit's end."""
+    """Entries of a bucket and their unit: closed by what fills it, in ZeRO's stage 3 by a unit's
+    end, and by the end of a pipeline stage.
+    """
     group: list[Declared] = []
-    for i, (entry, unit) in enumerate(entries):
+    size = 0
+    for (entry, unit), after in itertools.zip_longest(entries, entries[1:]):
         group.append(entry)
-        full = sum(_aligned(e.placement.numel) for e in group) >= limit
-        unit_ends = i + 1 == len(entries) or entries[i + 1][1] != unit
-        if unit_ends if sharding.stage == 3 else full:
+        size += _aligned(entry.placement.numel)
+        unit_ends = after is None or after[1] != unit
+        stage_ends = after is None or stages[after[1]] != stages[unit]
+        if stage_ends or (unit_ends if sharding.stage == 3 else size >= limit):
             yield group, unit
-            group = []
-    if group:
-        yield group, unit
+            group, size = [], 0
 
 
 def _bucket(kind: Kind, entries: Sequence[Declared], start: int, unit: int) -> Bucket:
@@ -241,7 +256,7 @@ def _bucket(kind: Kind, entries: Sequence[Declared], start: int, unit: int) -> B
     slices = ALIGNMENT * kind.sharding.shard.size
     bucket.numel = -(-(at - start) // slices) * slices
     # Vectors are small, and a tied weight is used at both ends of the model.
-    tied = any(slot.uses > 1 for slot in bucket.slots)
+    tied = "tied" in kind.more_axes or any(slot.uses > 1 for slot in bucket.slots)
     bucket.kept = kind.sharding.stage < 3 or not kind.decay or tied
     return bucket
 

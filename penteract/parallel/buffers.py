@@ -22,6 +22,7 @@ them out, then over the r that own the same.
 | its slice, and all in stage 0 | replicate | 2 (r-1)/r · it   | last micro-batch  | backward      |
 | its parameters, stages 1, 2   | shard     | (n-1)/n · it     | after a step      | next forward  |
 | own gradients partial over tp | tp        | 2 (tp-1)/tp · it | at the end, once  | nothing       |
+| those of tied weights         | tied      | it               | at the end, once  | nothing       |
 | parameters that had values    | both      | them             | at the start      | nothing       |
 
 What must hold: sums, never averages (the loss carries the global count); at least float32; every
@@ -30,7 +31,7 @@ rank starts the same buckets in the same order. Source: Rajbhandari et al., arXi
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -46,7 +47,7 @@ from penteract.collectives import (
     start_reduce_scatter_,
 )
 from penteract.mesh import Axis
-from penteract.parallel.buckets import Bucket, Group, Sharding, Slot, lay_out, unit_numbers
+from penteract.parallel.buckets import Bucket, Group, Sharding, Slot, Units, lay_out
 from penteract.parallel.parameters import Declared, Layer, Write, declared_parameters
 from penteract.parallel.zero import Gathering, absent
 from penteract.placement import Fragment
@@ -56,14 +57,17 @@ from penteract.random import fill
 # computation of the next ones.
 IN_FLIGHT = 2
 
+Held = list[tuple[nn.Parameter, Write]]  # weight gradients that are still to be computed
+
 
 class Buffers:
     """All parameters of a model in flat buffers, with their gradients' reduction.
 
-    A step is `begin`; for every micro-batch `begin_backward`, a backward pass, `end_backward`; then
-    `finish`, an optimizer's update of the masters, and `publish`. `more_axes` are axes over which
-    some gradients are partial too, such as those of a norm over local heads, or on rows of a split
-    stream, over tp; these few are summed in `finish`.
+    A step is `begin`; for every micro-batch and pipeline stage `begin_backward`, a backward pass,
+    `end_backward`; then `finish`, an optimizer's update of the masters, and `publish`. `more_axes`
+    are axes over which some gradients are partial too, such as those of a norm over local heads, or
+    on rows of a split stream, over tp, and those of a weight that two stages hold; these few are
+    summed in `finish`.
     """
 
     def __init__(
@@ -77,18 +81,20 @@ class Buffers:
         more_axes: Sequence[Axis] = (),
         group_of: Callable[[Declared], Group] = lambda entry: Group(),
     ) -> None:
-        self.sharding = sharding
+        self.sharding, self.device = sharding, torch.device(device)
         self.more_axes = {axis.name: axis for axis in more_axes}
-        self.units = list(getattr(model, "units", [model]))
         self._in_flight: deque[tuple[Bucket, Pending, bool]] = deque()  # and whether it is the last
         self._replicas: list[Pending] = []
+        self._present: list[Bucket] = []  # of the stage whose backward runs
         self._started = 0  # buckets whose reduction has begun in this backward
         self._reducing = self._last = False
+        self._held: Held | None = None  # where weight gradients wait
         order = declared_parameters(model)[::-1]  # the order in which backward completes them
-        units = unit_numbers(model, order)
+        units = Units(model)
         kinds = lay_out(order, units, sharding, group_of=group_of, bucket_bytes=bucket_bytes)
         for kind in kinds:
-            unknown = set(kind.more_axes) - self.more_axes.keys()
+            # Without an axis for them, both users of a tied weight are on this rank.
+            unknown = set(kind.more_axes) - {*self.more_axes, "tied"}
             names = [slot.entry.name for bucket in kind.buckets for slot in bucket.slots]
             assert not unknown, f"{names[0]}: its gradient is partial over {unknown}"
         place = {id(entry): i for i, entry in enumerate(order)}
@@ -99,16 +105,14 @@ class Buffers:
         self.kinds = [kind for kind in kinds if not kind.group.frozen]
         self.buckets = [b for b in self.all_buckets if not b.kind.group.frozen]  # to be trained
         for bucket in self.all_buckets:
-            _allocate(bucket, torch.device(device))
+            _allocate(bucket, self.device)
             _fill(bucket, seed)
         slots = [slot for bucket in self.all_buckets for slot in bucket.slots]
         slots.sort(key=lambda slot: place[id(slot.entry)])
         self._slots = {id(slot.entry.parameter): slot for slot in slots}
         self._install(model)
         self.gathering = (
-            Gathering(self.units, self.all_buckets, close=self._close)
-            if sharding.stage == 3
-            else None
+            Gathering(units, self.all_buckets, close=self._close) if sharding.stage == 3 else None
         )
         self.publish(frozen=True)
 
@@ -155,18 +159,39 @@ class Buffers:
         for slot in self.slots():
             slot.fresh, slot.touched = True, False
 
-    def begin_backward(self, *, last: bool) -> None:
-        """A backward follows; after the step's `last` one gradients are complete."""
-        each = self.sharding.stage >= 2
-        self._last, self._reducing, self._started = last, last or each, 0
-        for slot in self.slots():
-            slot.pending = slot.uses
-            slot.fresh = slot.fresh or each
-        for bucket in self.buckets:
+    def begin_backward(self, stage: int = 0, *, last: bool, held: Held | None = None) -> None:
+        """A backward of a pipeline stage follows; after its `last` one gradients are complete.
+
+        With `held` weight gradients are not computed but put there, for `complete`; nothing is
+        reduced before that.
+        """
+        self._held, self._last, self._started = held, last, 0
+        self._reducing = held is None and (last or self.sharding.stage >= 2)
+        self._present = [b for b in self.buckets if b.stage == stage and not b.late]
+        for bucket in self._present:
             bucket.pending = len(bucket.slots)
+            for slot in bucket.slots:
+                slot.pending = slot.uses
+
+    def complete(self, stage: int, held: Held, *, last: bool) -> None:
+        """The weight gradients that a backward of `stage` has left in `held`."""
+        self.begin_backward(stage, last=last)
+        left = Counter(id(parameter) for parameter, _ in held)
+        for bucket in self._present:  # the rest is there since that backward
+            for slot in bucket.slots:
+                slot.pending = left[id(slot.entry.parameter)]
+            bucket.pending = sum(slot.pending > 0 for slot in bucket.slots)
+        if self._reducing and self.sharding.overlap:
+            self._start_complete()
+        for parameter, write in held:
+            self.accumulate(parameter, write)
+        self.end_backward()
 
     def accumulate(self, parameter: nn.Parameter, write: Write) -> None:
         """Add the gradient of one use of `parameter`, computed by `write` into the buffer."""
+        if self._held is not None:
+            self._held.append((parameter, write))
+            return
         slot = self._slots[id(parameter)]
         write(self._target(slot), slot.fresh)
         slot.fresh, slot.touched = False, True
@@ -175,7 +200,7 @@ class Buffers:
     def ready(self, parameter: Tensor) -> None:
         """One use of `parameter` has its gradient in the buffer."""
         slot = self._slots[id(parameter)]
-        if not self._reducing:
+        if not self._reducing or slot.bucket.late:
             return
         slot.pending -= 1
         assert slot.pending >= 0, f"{slot.entry.name}: complete more than {slot.uses} times"
@@ -189,12 +214,12 @@ class Buffers:
         """The backward is over: what no micro-batch reached counts as zero and is reduced too."""
         if not self._reducing:
             return
-        for bucket in self.buckets[self._started :]:
-            bucket.pending = 0
-        self._start_complete()
+        self._complete(self._present)
 
     def finish(self) -> list[str]:
         """Wait until own gradients are the sums over the ranks; names of parameters without one."""
+        self._present, self._started, self._last = [b for b in self.buckets if b.late], 0, True
+        self._complete(self._present)
         self._settle(0)
         for work in self._replicas:
             work.wait()
@@ -228,10 +253,16 @@ class Buffers:
 
     # --- reduction
 
+    def _complete(self, buckets: Sequence[Bucket]) -> None:
+        """What these still lack is zero."""
+        for bucket in buckets:
+            bucket.pending = 0
+        self._start_complete()
+
     def _start_complete(self) -> None:
         # In one order on every rank, whatever a rank's own backward completes first.
-        while self._started < len(self.buckets) and not self.buckets[self._started].pending:
-            bucket = self.buckets[self._started]
+        while self._started < len(self._present) and not self._present[self._started].pending:
+            bucket = self._present[self._started]
             for slot in bucket.slots:
                 if slot.fresh:
                     self._target(slot).zero_()
@@ -241,6 +272,8 @@ class Buffers:
             self._in_flight.append((bucket, pending, self._last))
             if self.sharding.stage >= 2:
                 bucket.gradient = None  # freed when its sum is there
+                for slot in bucket.slots:
+                    slot.fresh = True
             at_once = self.sharding.shard.size == 1 or not self.sharding.overlap
             self._settle(0 if at_once else IN_FLIGHT)
             self._started += 1
@@ -251,10 +284,7 @@ class Buffers:
         Gathers and reductions share a communicator, so their order must be one on every rank.
         """
         if self._reducing and self.sharding.overlap:
-            for bucket in self.buckets[self._started :]:
-                if bucket.unit > unit:
-                    bucket.pending = 0
-            self._start_complete()
+            self._complete([b for b in self._present[self._started :] if b.unit > unit])
 
     def _settle(self, left: int) -> None:
         """Take in sums until only so many are on their way."""
@@ -274,9 +304,7 @@ class Buffers:
         """Where the gradient of a parameter is to be written."""
         bucket = slot.bucket
         if bucket.gradient is None:
-            bucket.gradient = torch.zeros(
-                bucket.numel, dtype=bucket.kind.wide, device=bucket.own_gradient.device
-            )
+            bucket.gradient = torch.zeros(bucket.numel, dtype=bucket.kind.wide, device=self.device)
         return slot.view(bucket.gradient)
 
     def _autograd_hook(self, parameter: Tensor) -> None:

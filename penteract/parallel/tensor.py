@@ -185,6 +185,7 @@ def input_gradient(
 
     Where the stream is split, x is gathered again while dy W is computed.
     """
+    x = x.detach()  # a weight gradient that waits must keep no graph alive
     if tp is None:
         return done(dy @ weight), x
     gathered = tp.start_gather(x, sizes)

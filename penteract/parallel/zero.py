@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from penteract.collectives import start_all_gather_into
-from penteract.parallel.buckets import Bucket, Kind, Slot
+from penteract.parallel.buckets import Bucket, Kind, Slot, Units
 
 SLOTS = 2  # one unit runs, the next one is on its way
 
@@ -42,7 +42,7 @@ class Gathering:
 
     def __init__(
         self,
-        units: Sequence[nn.Module],
+        units: Units,
         buckets: Sequence[Bucket],
         *,
         close: Callable[[int], None],
@@ -53,10 +53,11 @@ class Gathering:
             if not bucket.kept:
                 held.setdefault(bucket.unit, []).append(bucket)
         self.units = [held[i] for i in sorted(held)]  # in the order of forward
+        self.stages = [units.stages[i] for i in sorted(held)]
         self.resident: list[int | None] = [None] * SLOTS
         self.memory: dict[int, list[Tensor]] = {}
         for place, i in enumerate(sorted(held)):
-            self._install(units[i], place, i)
+            self._install(units.modules[i], place, i)
 
     def _install(self, unit: nn.Module, place: int, number: int) -> None:
         def before_backward(_: Tensor) -> None:
@@ -79,7 +80,8 @@ class Gathering:
         self._fetch(place)
         for bucket in self.units[place]:
             bucket.wait()
-        if 0 <= following < len(self.units) and self.units[place][0].kind.sharding.overlap:
+        inside = 0 <= following < len(self.units) and self.stages[following] == self.stages[place]
+        if inside and self.units[place][0].kind.sharding.overlap:
             self._fetch(following)
 
     def drop(self) -> None:

@@ -20,11 +20,15 @@ from penteract.families import model_spec
 from penteract.mesh import Axis, Mesh
 from penteract.nn.flops import training_flops
 from penteract.nn.loss import CROSS_ENTROPY, Objective
-from penteract.nn.model import Stage
+from penteract.nn.model import Stages
 from penteract.nn.sequences import MicroBatch, Noise
+from penteract.parallel.pipeline.executor import Output, Shape
+from penteract.parallel.pipeline.timeline import warning
 from penteract.parallel.tensor import TensorParallel
 from penteract.train.batch_ramp import cursor, global_batch
-from penteract.train.task import Task
+from penteract.train.pipeline import micro_batches_of
+from penteract.train.pipeline import plan as make_plan
+from penteract.train.task import Pipeline, Task
 
 Samples = tuple[Tensor, Tensor]  # tokens and labels, [n, s] each, of a micro-batch
 
@@ -71,7 +75,7 @@ def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Ta
         },
     }
     task = dataclasses.replace(
-        task, validation=validation, describe=describe, state=state, notes=notes
+        task, validation=validation, describe=describe, state=state, notes=[*notes, *task.notes]
     )
     return task, config
 
@@ -119,10 +123,13 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: S
     """The task on the samples of `source`, without validation."""
     train, seq = config.train, config.data.seq
     spec, dp, parallel = model_spec(config.model), mesh.axis("dp"), config.parallel
-    model = Stage(
+    tp = TensorParallel(mesh.axis("tp"), parallel.sp, parallel.tp_overlap)
+    plan, dtype = make_plan(config), getattr(torch, train.dtype)
+    model = Stages(
         spec,
-        TensorParallel(mesh.axis("tp"), parallel.sp, parallel.tp_overlap),
-        dtype=getattr(torch, train.dtype),
+        tp,
+        plan.held(mesh.axis("pp").rank),
+        dtype=dtype,
         recompute=parallel.recompute,
         vocab_multiple=parallel.vocab_multiple,
     )
@@ -138,20 +145,32 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: S
     def batches(step: int) -> list[MicroBatch]:
         return [MicroBatch.of_samples(*samples, device=device) for samples in ahead(step)]
 
-    def loss(batch: MicroBatch, scale: Tensor, noise: Noise | None) -> dict[str, Tensor]:
+    def forward(
+        stage: int, batch: MicroBatch, stream: Tensor | None, scale: Tensor, noise: Noise | None
+    ) -> Output:
         aim = objective if noise is not None else CROSS_ENTROPY  # evaluation
-        terms: dict[str, Tensor] = model(batch, scale=scale, noise=noise, objective=aim).terms
-        return terms
+        output: Output = model[stage](batch, stream, scale=scale, noise=noise, objective=aim)
+        return output
 
+    last = len(plan.stages) - 1
+
+    def boundary(stage: int, batch: MicroBatch) -> Shape | None:
+        rows = batch.sequences.part(tp.stream).sizes[tp.stream.rank]
+        return ((rows, spec.hidden), dtype) if stage < last else None
+
+    few = warning(plan.schedule(micro_batches_of(config, mesh.grid.world, max(1, train.steps))))
     return Task(
         model=model,
         batches=batches,
-        loss=loss,
+        forward=forward,
         count=lambda batch: batch.sequences.weights.sum(),
         tokens=lambda step: global_batch(step, train) * seq,
         flops=lambda step: training_flops(spec, [seq] * global_batch(step, train)),
         cursor=lambda step: cursor(step, train),
         close=ahead.close,
+        pipeline=Pipeline(plan.placement, plan.schedule, boundary),
+        notes=[few] if few else [],
+        terms=("loss", "z_loss") if train.z_loss else ("loss",),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from penteract.checkpoint.io import agreed, find_step, lock, newest, retain
 from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh
+from penteract.parallel.pipeline.trace import Row, write_trace
 from penteract.train.metrics import Metrics
 from penteract.train.run import Run
 from penteract.train.signals import StopRequest
@@ -53,6 +55,8 @@ def train(
         first = run.step + 1
         while run.step < steps and not stop.agreed(world, device):
             metrics.step(run.update())
+            if rows := run.traced():
+                _write_trace(run, rows, metrics)
             if run.step == first and (names := run.unreached()):
                 metrics.say(f"warning: no loss reaches {', '.join(names)}: they do not learn")
             last = run.step == steps
@@ -94,6 +98,15 @@ def _restore(run: Run, path: Path | None) -> str:
         return "\n  ".join([f"starting from {path}, its moments, its step {run.step}", *changes])
     run.load_weights(path)
     return f"starting from the weights of {path}"
+
+
+def _write_trace(run: Run, rows: Sequence[Row], metrics: Metrics) -> None:
+    path = Path(run.config.log.dir) / f"trace-step-{run.step}.json"
+    if run.mesh.rank == 0:
+        pipelines = enumerate(run.mesh.grid.groups("pp").tolist())
+        number = {rank: i for i, ranks in pipelines for rank in ranks}
+        write_trace(path, rows, number.__getitem__)
+    metrics.say(f"step {run.step:>6}  wrote {path}: open it with https://ui.perfetto.dev")
 
 
 def _save(run: Run, checkpoints: Path, metrics: Metrics) -> int:

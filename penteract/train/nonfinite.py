@@ -20,19 +20,20 @@ class NonFiniteError(RuntimeError):
 def first_parameter(buffers: Buffers, world: Axis) -> str | None:
     """The first parameter, in the order of backward, with such a gradient on any rank.
 
-    All ranks call it together. The order is that of the rank that reports the earliest place, so
-    that what came first in backward is named rather than all that it spread to.
+    All ranks call it together. Of the ranks' reports that of the last pipeline stage counts, and
+    there of the earliest place, so that what came first in backward is named rather than all that
+    it spread to.
     """
-    found: list[tuple[int, str]] = []
+    found: list[tuple[int, int, str]] = []
     for place, slot in enumerate(buffers.slots()):
         bucket = slot.bucket
         parts = (view for s, _, view in bucket.owned(bucket.own_gradient) if s is slot)
         if not all(bool(torch.isfinite(view).all()) for view in parts):
-            found.append((place, slot.entry.name))
+            found.append((-bucket.stage, place, slot.entry.name))
             break
     answers = exchange(json.dumps(found).encode(), world)
     reports = [tuple(report) for answer in answers for report in json.loads(answer)]
-    return min(reports)[1] if reports else None
+    return min(reports)[2] if reports else None
 
 
 def explain(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +17,36 @@ import torch
 from torch import Tensor
 
 from penteract.checkpoint.agreement import together
-from penteract.checkpoint.format import StoredTensor
-from penteract.checkpoint.io import Record, load, read_manifest, save
+from penteract.checkpoint.io import Record, read_manifest, save
 from penteract.checkpoint.model import STATE_PREFIXES, owned
 from penteract.checkpoint.plan import Shard, changed_state, stored_as
-from penteract.collectives import all_reduce_, exchange
+from penteract.collectives import all_reduce_, exchange, meet
 from penteract.config import Config, ConfigError
 from penteract.config_file import from_dict, to_dict
-from penteract.mesh import Mesh, split_axis
+from penteract.mesh import Mesh, create_channels, single, split_axis
 from penteract.nn.sequences import Noise
 from penteract.optim.groups import group_of, unmatched
 from penteract.optim.loss_scale import LossScale, LossScaleError
-from penteract.optim.norm import clip_coefficient, gradient_norm
+from penteract.optim.norm import clip_coefficient, count_zeros, gradient_norm
 from penteract.optim.optimizer import build
 from penteract.optim.schedule import learning_rate
 from penteract.parallel.buckets import Sharding
 from penteract.parallel.buffers import Buffers
-from penteract.parallel.pipeline.executor import execute
-from penteract.parallel.pipeline.schedules import accumulate
-from penteract.train.batch_ramp import ramp_until
+from penteract.parallel.pipeline.executor import Executor, Output, Shape, Timed
+from penteract.parallel.pipeline.lowering import lower
+from penteract.parallel.pipeline.trace import Row
 from penteract.train.metrics import peak_memory_bytes
 from penteract.train.nonfinite import NonFiniteError, explain, first_parameter
+from penteract.train.pipeline import check_backend
+from penteract.train.saved_state import (
+    as_saved,
+    check_same,
+    differences,
+    held,
+    load_as,
+    said_of,
+    start_state,
+)
 from penteract.train.task import Task
 
 
@@ -69,7 +81,17 @@ class Run:
     ) -> None:
         self.on_gradients = on_gradients  # called in an update before gradients are clipped
         self.task, self.config, self.mesh, self.device, self.read = task, config, mesh, device, read
-        self.axis, seed, more = mesh.axis("dp-cp"), config.train.seed, [mesh.axis("tp")]
+        self.axis, seed, pipeline = mesh.axis("dp-cp"), config.train.seed, task.pipeline
+        self._check_pipeline()
+        self.executor = self._executor()
+        apart = pipeline.placement[0] != pipeline.placement[-1]
+        more = [mesh.axis("tp"), mesh.axis("tied") if apart else single("tied")]
+        self._programs = functools.cache(
+            lambda m: lower(pipeline.schedule(m))[mesh.axis("pp").rank]
+        )
+        self._forwards = functools.cache(
+            lambda m: lower(pipeline.forwards(m))[mesh.axis("pp").rank]
+        )
         sharding = sharding_of(config, mesh)
         self.buffers = Buffers(
             task.model,
@@ -84,6 +106,32 @@ class Run:
         self.loss_scale = LossScale.of(config.optim, config.train.dtype)
         self.step = self.tokens = self.skipped = 0
         self.unused: list[str] = []  # parameters that this rank's last step did not reach
+        self.times: list[Timed] | None = None  # of the last step's actions, where it is traced
+
+    def _check_pipeline(self) -> None:
+        wanted, ranks = self.config.parallel.pp, self.mesh.axis("pp").size
+        has = max(self.task.pipeline.placement) + 1
+        if not wanted == ranks == has:
+            raise ConfigError(
+                f"parallel.pp = {wanted}, the mesh has {ranks} pipeline ranks, and the stages of "
+                f"the task lie on {has}: they must be as many (see penteract.train.task.Pipeline)"
+            )
+
+    def _executor(self) -> Executor:
+        """With the channels that the pipeline needs, made and tried in one order on all ranks."""
+        parallel, pp = self.config.parallel, self.mesh.axis("pp")
+        check_backend(parallel.pp_backend, self.device)
+        places = itertools.pairwise(self.task.pipeline.placement)
+        neighbours = [(a, b) for a, b in places if a != b]
+        channels = create_channels(
+            pp,
+            [*neighbours, *((b, a) for a, b in neighbours)],
+            backend=parallel.pp_backend,
+            timeout=timedelta(seconds=parallel.pp_timeout_s),
+        )
+        for channel in channels.values():
+            meet(channel, self.device)
+        return Executor(pp.rank, channels, self.device)
 
     def _check_rules(self) -> None:
         """Raise ConfigError on all ranks where a user's rule matches no tensor of the model."""
@@ -112,12 +160,15 @@ class Run:
         norm = gradient_norm(self.buffers, self.mesh.axes, order=order) / self.loss_scale.scale
         lr = learning_rate(step, self.config.optim)
         losses, finite = self._agreed(parts, norm)
+        zeros = [count_zeros(self.buffers, self.mesh.axes)] if self.config.log.zeros else []
         coefficient = clip_coefficient(norm, self.config.optim.clip) / self.loss_scale.scale
         # Where no update is made, gradients must stay as they are: `first_parameter` reads them.
         self.optimizer.step(lr, torch.where(finite, coefficient, 1.0), ~finite)
-        norm_value, made, *values = self.read([norm, finite, *losses.values()])
-        terms, skipped = dict(zip(losses, values, strict=True)), not made
+        norm_value, made, *values = self.read([norm, finite, *losses.values(), *zeros])
+        terms, skipped = dict(zip(losses, values, strict=False)), not made
         extra = self._after(step, terms, norm_value, skipped=skipped)
+        if zeros:
+            extra["zero_gradients"] = int(values[-1])
         done = time.perf_counter()
         tokens = self.task.tokens(step)
         self.step, self.tokens = step, self.tokens + tokens
@@ -172,20 +223,38 @@ class Run:
         scale = scale * self.loss_scale.scale
         dp = self.mesh.axis("dp")
 
-        def forward(stage: int, i: int) -> dict[str, Tensor]:
+        def forward(stage: int, i: int, stream: Tensor | None) -> Output:
             noise = Noise(self.config.train.seed, step, i * dp.size + dp.rank)
-            return self.task.loss(batches[i], scale, noise)
+            return self.task.forward(stage, batches[i], stream, scale, noise)
 
+        def boundary(stage: int, i: int) -> Shape | None:
+            return self.task.pipeline.boundary(stage, batches[i])
+
+        program = self._programs(len(batches))
+        self.times = [] if step in self.config.log.trace else None
         self.buffers.begin()
-        terms = execute(accumulate(len(batches)), forward, self.buffers)
+        terms = self.executor.run(program, forward, boundary, self.buffers, self.times)
         self.unused = self.buffers.finish()
-        return terms
+        nothing = torch.zeros((), dtype=torch.float64, device=self.device)
+        return {**dict.fromkeys(self.task.terms, nothing), **terms}
+
+    def traced(self) -> list[Row]:
+        """When every action of a traced step ran, of all ranks, which call it together; else []."""
+        if self.times is None:
+            return []
+        rank = self.mesh.rank
+        rows = [(rank, *dataclasses.astuple(t.action), t.start, t.end) for t in self.times]
+        answers = exchange(json.dumps(rows).encode(), self.mesh.axis("world"))
+        every = [row for answer in answers for row in json.loads(answer)]
+        first = min(start for *_, start, _ in every)
+        return [(*what, start - first, end - first) for *what, start, end in every]
 
     def _agreed(self, losses: dict[str, Tensor], norm: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Each loss over all ranks, and whether losses and norm are finite on every rank.
 
-        The norm is the same everywhere but for a fault, such as one tensor rank's in the gradient
-        of a replicated parameter. One message says both; ranks of a tensor group have equal losses.
+        Ranks of a tensor group have equal losses, and all stages but the last have none. The norm
+        is the same everywhere but for a fault, such as one tensor rank's in the gradient
+        of a replicated parameter. One message says both.
         """
         copies = self.mesh.axis("tp").size * self.loss_scale.scale
         fault = norm - norm  # 0, or NaN where the norm is not finite
@@ -217,18 +286,33 @@ class Run:
         """{validation set: mean loss in nats a token}, each from its own start; 0 if empty."""
         self.task.model.eval()
         self.buffers.wait()
-        one = torch.ones((), device=self.device)
-        losses = {}
+        losses, stages = {}, len(self.task.pipeline.placement)
         for name, batches in self.task.validation.items():
-            sums, counts = [], []
-            for batch in batches():
-                sums.append(self.task.loss(batch, one, None)["loss"].double())
-                counts.append(self.task.count(batch))
-            total, count = self.read([self._total(sums), self._total(counts)])
+            sums: list[Tensor] = []
+            counts: list[Tensor | float] = []
+            found = iter(batches())
+            while group := list(itertools.islice(found, stages)):
+                sums.append(self._evaluated(group).double())
+                counts += map(self.task.count, group)
+            summed = all_reduce_(self._total(sums), self.mesh.axis("pp"))
+            total, count = self.read([summed, self._total(counts)])
             losses[name] = total / count if count else 0.0
             if not math.isfinite(losses[name]):
                 raise NonFiniteError(f"step {self.step}: loss of {name} = {losses[name]}")
         return losses
+
+    def _evaluated(self, batches: Sequence[Any]) -> Tensor:
+        """The summed loss of some micro-batches on the rank of the last stage; elsewhere 0."""
+        pipeline, one = self.task.pipeline, torch.ones((), device=self.device)
+
+        def forward(stage: int, i: int, stream: Tensor | None) -> Output:
+            return self.task.forward(stage, batches[i], stream, one, None)
+
+        def boundary(stage: int, i: int) -> Shape | None:
+            return pipeline.boundary(stage, batches[i])
+
+        terms = self.executor.run(self._forwards(len(batches)), forward, boundary, None)
+        return terms.get("loss", torch.zeros((), device=self.device))
 
     # --- saving and resuming
 
@@ -247,7 +331,12 @@ class Run:
             k: v for k, v in dataclasses.asdict(self.mesh.grid).items() if isinstance(v, (int, str))
         }
         record = Record(step=self.step, config=to_dict(self.config), layout=layout, state=state)
-        return save(directory, record, list(self._shards()), axis=self.mesh.axis("world"))
+        return save(
+            directory,
+            record,
+            list(held(self.buffers, self.optimizer)),
+            axis=self.mesh.axis("world"),
+        )
 
     def resume(self, path: Path, *, check_hashes: bool = True) -> list[str]:
         """Continue the run saved at `path`; what of [optim] is another now, a line each.
@@ -258,40 +347,26 @@ class Run:
         Raises ConfigError where model, data or optimizer are others.
         """
         manifest, world = read_manifest(path), self.mesh.axis("world")
-        self._check_same(path, manifest.config, manifest.state)
-        shards = list(self._shards())
+        check_same(path, manifest, self.config, self.task)
+        shards = list(held(self.buffers, self.optimizer))
         told = together(world, lambda: sorted({shard.tensor for shard, _ in shards}))
         names = {name for answer in told for name in answer}
         unread, fresh = changed_state(manifest.tensors, names, STATE_PREFIXES)
         self.buffers.wait()
         wanted = [
-            (_as_saved(shard, manifest.tensors), view)
+            (as_saved(shard, manifest.tensors), view)
             for shard, view in shards
             if shard.tensor not in fresh
         ]
-        _load(path, wanted, axis=world, check_hashes=check_hashes, skip=tuple(unread))
-        self._start_state(fresh)
+        load_as(path, wanted, axis=world, check_hashes=check_hashes, skip=tuple(unread))
+        start_state(self.buffers, self.optimizer, fresh)
         self.step, self.tokens = manifest.state["step"], manifest.state["tokens"]
         self.skipped = manifest.state.get("skipped", 0)
         self.buffers.publish(frozen=True)
         self.optimizer.updates = manifest.state["updates"]
         self.loss_scale.load(manifest.state.get("loss_scale"))
         theirs, mine = (to_dict(c)["optim"] for c in (from_dict(manifest.config), self.config))
-        return [*_differences(theirs, mine, "optim"), *_said_of(fresh)]
-
-    @torch.no_grad()
-    def _start_state(self, names: Collection[str]) -> None:
-        """Masters and moments that stand under `names` start: from the weights, and at zero."""
-        for bucket in self.buffers.buckets:
-            weights = bucket.owned(bucket.own_parameters)
-            masters = bucket.owned(bucket.master)
-            for (_, fragment, weight), (_, _, master) in zip(weights, masters, strict=True):
-                if f"master/{fragment.tensor}" in names:
-                    master.copy_(weight)
-        for name, bucket, moment in self.optimizer.state():
-            for _, fragment, view in bucket.owned(moment):
-                if f"{name}/{fragment.tensor}" in names:
-                    view.zero_()
+        return [*differences(theirs, mine, "optim"), *said_of(fresh)]
 
     def load_weights(self, path: Path) -> None:
         """Start from the weights saved at `path`, with fresh moments, step and cursor.
@@ -309,31 +384,8 @@ class Run:
                 skip += [shard.tensor] if name != shard.tensor else []
                 wanted.append((dataclasses.replace(shard, tensor=name, dtype=dtype), view))
         self.buffers.wait()
-        _load(path, wanted, axis=self.mesh.axis("world"), skip=tuple(skip))
+        load_as(path, wanted, axis=self.mesh.axis("world"), skip=tuple(skip))
         self.buffers.publish(frozen=True)
-
-    def _check_same(self, path: Path, config: dict[str, Any], state: dict[str, Any]) -> None:
-        theirs = from_dict(config)  # with the defaults of keys that came after it
-        mine, saved = (
-            {"model": to_dict(c)["model"], "optim": {"name": c.optim.name}}
-            for c in (self.config, theirs)
-        )
-        mine |= self.task.state
-        saved |= {key: state.get(key) for key in self.task.state}
-        seen, step = state["cursor"], state["step"]
-        if (would_have := self.task.cursor(step)) != seen:
-            ramp = [list(entry) for entry in ramp_until(step, theirs.train)]
-            raise ConfigError(
-                f"{path}: its {step} steps took {seen} samples, but with this train.global_batch "
-                f"and train.ramp they would have taken {would_have}: say how large the batches "
-                f"were so far with train.ramp = {ramp}"
-            )
-        if wrong := list(_differences(saved, mine)):
-            raise ConfigError(
-                f"{path} is of another run, and training would not continue it:\n  "
-                + "\n  ".join(wrong)
-                + "\nChoose another checkpoint.dir, or start from its weights with checkpoint.load."
-            )
 
     def weights(self) -> Iterator[tuple[Shard, Tensor]]:
         """The weights that this rank updates, as boxes of logical tensors, in at least float32."""
@@ -342,52 +394,3 @@ class Run:
     def gradients(self) -> Iterator[tuple[Shard, Tensor]]:
         """Their gradients; complete when `on_gradients` is called, used up by the update."""
         return owned("", self.buffers.owned("own_gradient"))
-
-    def _shards(self) -> Iterator[tuple[Shard, Tensor]]:
-        """Everything saved, as boxes of logical tensors: weights, masters, moments."""
-        for bucket in self.buffers.all_buckets:
-            narrow = bucket.kind.narrow
-            yield from owned("", bucket.owned(bucket.own_parameters if narrow else bucket.master))
-        for bucket in (bucket for bucket in self.buffers.buckets if bucket.kind.narrow):
-            yield from owned("master/", bucket.owned(bucket.master))
-        for name, bucket, moment in self.optimizer.state():
-            yield from owned(f"{name}/", bucket.owned(moment))
-
-
-def _as_saved(shard: Shard, saved: Mapping[str, StoredTensor]) -> Shard:
-    """`shard`; a moment's in the type in which it was saved, where one of the two is bfloat16."""
-    stored = saved.get(shard.tensor)
-    if stored is None or not shard.tensor.startswith(STATE_PREFIXES):
-        return shard
-    types = (shard.dtype, stored.dtype)
-    return dataclasses.replace(shard, dtype=stored.dtype) if "bfloat16" in types else shard
-
-
-def _load(path: Path, wanted: Sequence[tuple[Shard, Tensor]], **how: Any) -> None:
-    """`load` where a shard may be of another type than its view: the values are converted."""
-    types = [getattr(torch, shard.dtype) for shard, _ in wanted]
-    views = [view for _, view in wanted]
-    values = [
-        view if view.dtype == dtype else torch.empty_like(view, dtype=dtype)
-        for view, dtype in zip(views, types, strict=True)
-    ]
-    load(path, [(shard, x) for (shard, _), x in zip(wanted, values, strict=True)], **how)
-    for view, x in zip(views, values, strict=True):
-        if x is not view:
-            view.copy_(x)
-
-
-def _said_of(fresh: Collection[str]) -> Iterator[str]:
-    """What is said of optimizer state that a checkpoint does not have."""
-    if tensors := sorted({name.partition("/")[2] for name in fresh}):
-        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-        names = ", ".join(tensors[:3])
-        yield f"moments start at zero, the checkpoint has none of {names}{more}"
-
-
-def _differences(saved: Any, mine: Any, key: str = "") -> Iterator[str]:
-    if isinstance(saved, dict) and isinstance(mine, dict):
-        for name in sorted({*saved, *mine}):
-            yield from _differences(saved.get(name), mine.get(name), f"{key}.{name}".lstrip("."))
-    elif saved != mine:
-        yield f"{key}: saved {saved!r}, now {mine!r}"

@@ -1,7 +1,7 @@
 """What a rank sends in one update, by arithmetic: the formula that tests and `verify` measure.
 
 A message's bytes are counted as `wire` says. With n ranks on an axis, t tokens in a micro-batch of
-this rank, h hidden, l layers, e bytes a number and w at least float32's 4:
+this rank, h hidden, l layers on it, e bytes a number and w at least float32's 4:
 
 | axis  | what                  | messages                    | bytes of each             |
 |-------|-----------------------|-----------------------------|---------------------------|
@@ -12,6 +12,10 @@ this rank, h hidden, l layers, e bytes a number and w at least float32's 4:
 | tp    | vocabulary            | 2 all-reduces               | t·w and 3·t·w             |
 | tp    | gradients             | 1 all-reduce a step         | those partial over tp     |
 | tp    | norm                  | 1 all-reduce a step         | 8                         |
+| pp    | streams               | 1 a stage whose next or     | t·h·e, with sp t·h·e/tp   |
+|       |                       | last one is elsewhere       |                           |
+| pp    | norm                  | 1 all-reduce a step         | 8                         |
+| tied  | gradients             | 1 all-reduce a step         | the tied weight's         |
 | dp-cp | gradients, parameters | see `parallel.buffers`      | buckets                   |
 | dp-cp | norm                  | 1 all-reduce a step, split  | 8                         |
 | dp-cp | counts                | 1 all-reduce a step         | 8                         |
@@ -19,14 +23,16 @@ this rank, h hidden, l layers, e bytes a number and w at least float32's 4:
 | world | losses and the norm   | 1 all-reduce a step         | 8 a loss term, and 8      |
 | world | metrics               | 1 all-reduce a step         | 5·8                       |
 
-A sum is an all-reduce, with sp a reduce-scatter; 2l+1 of them follow the embedding and both halves
-of every block, and 2l+1 gathers precede the two halves and the head. Over tp a backward through the
-whole model is counted: where the first layers are frozen, what is sent is less.
+A sum is an all-reduce, with sp a reduce-scatter. In forward 2l sums follow the halves of the blocks
+and one the embedding, and 2l gathers precede the halves and one the head; backward has a gather for
+each sum, and a sum for each gather. What needs embedding or head is sent where they are. Over tp a
+backward through the whole model is counted: where the first layers are frozen, less is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -35,16 +41,19 @@ from penteract.data.loader import micro_batches
 from penteract.families import model_spec
 from penteract.grid import Grid
 from penteract.mesh import Axis
-from penteract.nn.model import ModelSpec, Stage
+from penteract.nn.model import ModelSpec, Stages
 from penteract.optim.groups import group_of
 from penteract.optim.muon_plan import Matrix, plan
-from penteract.parallel.buckets import Bucket, Sharding, at_least_float32, lay_out, unit_numbers
+from penteract.parallel.buckets import Bucket, Sharding, Units, at_least_float32, lay_out
 from penteract.parallel.parameters import declared_parameters
+from penteract.parallel.pipeline.actions import Action, actions
 from penteract.parallel.recompute import Recompute
 from penteract.parallel.tensor import TensorParallel
 from penteract.parallel.zero import SLOTS
 from penteract.placement import Fragment, even_sizes
 from penteract.train.batch_ramp import global_batch
+from penteract.train.pipeline import Plan
+from penteract.train.pipeline import plan as make_plan
 
 Sent = dict[str, dict[str, int]]  # axis: what: bytes
 SCALAR = 8  # norms, counts, losses and metrics travel in float64
@@ -56,25 +65,39 @@ def step_bytes(config: Config, grid: Grid, rank: int, *, step: int = 1) -> Sent:
 
     `config` is resolved and has its vocabulary. The sum over an axis is what its `traffic` counts.
     """
-    spec, at = model_spec(config.model), grid.coordinates(rank)
+    spec, at, plan = model_spec(config.model), grid.coordinates(rank), make_plan(config)
     tp, sharding = _split(config, grid, rank)
-    buckets, splits = _parameters(spec, tp, sharding, config)
+    held = plan.held(at["pp"])
+    model = _model(spec, tp, held, config)
+    buckets = _parameters(model, sharding, config)
     trained = [bucket for bucket in buckets if not bucket.kind.group.frozen]
     partial = [bucket for bucket in trained if "tp" in bucket.kind.more_axes]
+    ends = plan.placement[0], plan.placement[-1]
+    tied = [bucket for bucket in trained if "tied" in bucket.kind.more_axes]
+    apart = ends[0] != ends[1] and bool(tied)
+    counted = [b for b in trained if "tied" not in b.kind.more_axes or at["pp"] == ends[0]]
+    splits = {b.kind.split_axes for b in counted}
     train, terms = config.train, 2 if config.train.z_loss else 1
     parts = micro_batches(global_batch(step, train), train.micro_batch, grid.dp, at["dp"])
     data, world = grid.size("dp-cp"), grid.world
-    sent: Sent = {"tp": {}}
+    sent: Sent = {"tp": {}, "pp": {}}
     for part in parts:
-        messages = _micro_batch(len(part) * config.data.seq, spec, tp, config)
+        tokens = len(part) * config.data.seq
+        messages = _micro_batch(
+            tokens, spec, tp, [n for names in held.values() for n in names], config
+        )
         for what, size in messages.items():
             sent["tp"][what] = sent["tp"].get(what, 0) + size
-    own_partial = sum(b.numel // sharding.shard.size * b.kind.wide.itemsize for b in partial)
-    sent["tp"]["gradients"] = all_reduced(own_partial, grid.tp)
-    sent["tp"]["norm"] = all_reduced(SCALAR, grid.tp)
+        stream = _stream(tokens, spec, tp, config)
+        sent["pp"]["streams"] = sent["pp"].get("streams", 0) + _crossings(plan, at["pp"]) * stream
+    sent["tp"]["gradients"] = all_reduced(_own_bytes(partial), grid.tp)
+    sent["tp"]["norm"] = sum("tp" in axes for axes in splits) * all_reduced(SCALAR, grid.tp)
+    sent["pp"]["norm"] = all_reduced(SCALAR, grid.pp)
+    sent["tied"] = {"gradients": all_reduced(_own_bytes(tied), 2)}
+    program = list(actions(plan.schedule(len(parts)).programs[at["pp"]]))
     sent["dp-cp"] = {
-        **_data(buckets, sharding, len(parts)),
-        "norm": splits * all_reduced(SCALAR, sharding.shard.size),
+        **_data(buckets, model.unit_stages, sharding, program),
+        "norm": len(splits) * all_reduced(SCALAR, sharding.shard.size),
         "counts": all_reduced(SCALAR, data),
     }
     if config.optim.name == "muon":
@@ -83,7 +106,25 @@ def step_bytes(config: Config, grid: Grid, rank: int, *, step: int = 1) -> Sent:
         "losses": all_reduced((terms + 1) * SCALAR, world),  # and whether the norm is finite
         "metrics": all_reduced(METRICS * SCALAR, world),
     }
-    return {name: what for name, what in sent.items() if grid.size(name) > 1}
+    wide = {name for name in sent if (apart if name == "tied" else grid.size(name) > 1)}
+    return {name: what for name, what in sent.items() if name in wide}
+
+
+def _own_bytes(buckets: Sequence[Bucket]) -> int:
+    """Of this rank's slices of gradients."""
+    return sum(b.numel // b.kind.sharding.shard.size * b.kind.wide.itemsize for b in buckets)
+
+
+def _crossings(plan: Plan, rank: int) -> int:
+    """How many streams, or gradients of streams, a pipeline rank sends in a micro-batch."""
+    pairs = itertools.pairwise(plan.placement)
+    return sum(pair.count(rank) for pair in pairs if pair[0] != pair[1])
+
+
+def _stream(tokens: int, spec: ModelSpec, tp: TensorParallel, config: Config) -> int:
+    """Bytes of the stream that this rank holds."""
+    rows = even_sizes(tokens, tp.axis.size)[tp.axis.rank] if tp.sequence else tokens
+    return rows * spec.hidden * getattr(torch, config.train.dtype).itemsize
 
 
 def _group(grid: Grid, name: str, rank: int) -> list[int]:
@@ -110,8 +151,10 @@ def _muon(spec: ModelSpec, config: Config, grid: Grid, rank: int) -> int:
     """Bytes of what the rank holds of matrices to their owners, and of its own to their holders."""
     group = _group(grid, "tp-dp-cp", rank)
     parts: list[list[Fragment]] = []
+    layers = make_plan(config).held(grid.coordinates(rank)["pp"])
     for r in group:
-        buckets, _ = _parameters(spec, *_split(config, grid, r), config)
+        tp, sharding = _split(config, grid, r)
+        buckets = _parameters(_model(spec, tp, layers, config), sharding, config)
         flats = [(b, torch.empty(b.own.stop - b.own.start, device="meta")) for b in buckets]
         trained = [(b, flat) for b, flat in flats if not b.kind.group.frozen]
         matrices = [(b, flat) for b, flat in trained if b.kind.matrix]
@@ -151,78 +194,99 @@ def recomputed(parts: frozenset[str], *, dropout: bool) -> tuple[int, int]:
 
 
 def _micro_batch(
-    tokens: int, spec: ModelSpec, tp: TensorParallel, config: Config
+    tokens: int, spec: ModelSpec, tp: TensorParallel, held: Sequence[str], config: Config
 ) -> dict[str, int]:
-    """What one micro-batch sends over tp."""
+    """What one micro-batch sends over tp on a rank that holds these layers."""
     n, dtype = tp.axis.size, getattr(torch, config.train.dtype)
     row, wide = spec.hidden * dtype.itemsize, at_least_float32(dtype).itemsize
     own = even_sizes(tokens, n)[tp.axis.rank]
     gather = (n - 1) * own * row if tp.sequence else 0
     sums = (tokens - own) * row if tp.sequence else all_reduced(tokens * row, n)
-    pairs = 2 * len(spec.blocks) + 1  # of a column layer's gather and a row layer's sum
+    embed, head = "embed" in held, "head" in held
+    blocks = [int(name.removeprefix("layers.")) for name in held if name.startswith("layers.")]
     again = 0
-    for i, block in enumerate(spec.blocks):
+    for i in blocks:
         parts = Recompute.of(config.parallel.recompute, i).parts
-        gathers, reductions = recomputed(parts, dropout=block.dropout > 0)
+        gathers, reductions = recomputed(parts, dropout=spec.blocks[i].dropout > 0)
         again += gathers * gather + reductions * sums
+    into, out = 2 * len(blocks) + head, 2 * len(blocks) + embed  # column and row layers
+    vocabulary = all_reduced(tokens * wide, n) + all_reduced(3 * tokens * wide, n)
     return {
-        "stream forward": pairs * (gather + sums),
-        "stream backward": pairs * (gather + sums),
-        "stream gathered again": pairs * gather,
+        "stream forward": into * gather + out * sums,
+        "stream backward": out * gather + into * sums,
+        "stream gathered again": into * gather,
         "stream recomputed": again,
-        "vocabulary": all_reduced(tokens * wide, n) + all_reduced(3 * tokens * wide, n),
+        "vocabulary": head * vocabulary,
     }
 
 
-def _parameters(
-    spec: ModelSpec, tp: TensorParallel, sharding: Sharding, config: Config
-) -> tuple[list[Bucket], int]:
-    """The buckets of a rank in the order of backward, and how many kinds of splits are trained."""
+def _model(
+    spec: ModelSpec, tp: TensorParallel, held: Mapping[int, Sequence[str]], config: Config
+) -> Stages:
+    """What a rank holds, declared, without memory."""
     dtype, multiple = getattr(torch, config.train.dtype), config.parallel.vocab_multiple
-    model = Stage(spec, tp, dtype=dtype, vocab_multiple=multiple)  # declared: without memory
-    entries = declared_parameters(model)[::-1]
-    groups = group_of(config.optim.rules)
-    kinds = lay_out(
-        entries, unit_numbers(model, entries), sharding, group_of=groups, bucket_bytes=None
-    )
-    splits = {kind.split_axes for kind in kinds if not kind.group.frozen}
-    return [bucket for kind in kinds for bucket in kind.buckets], len(splits)
+    return Stages(spec, tp, held, dtype=dtype, vocab_multiple=multiple)
 
 
-def _data(buckets: Sequence[Bucket], sharding: Sharding, micro_batches: int) -> dict[str, int]:
+def _parameters(model: Stages, sharding: Sharding, config: Config) -> list[Bucket]:
+    """The buckets of a rank in the order of backward."""
+    entries, groups = declared_parameters(model)[::-1], group_of(config.optim.rules)
+    kinds = lay_out(entries, Units(model), sharding, group_of=groups, bucket_bytes=None)
+    return [bucket for kind in kinds for bucket in kind.buckets]
+
+
+def _data(
+    buckets: Sequence[Bucket],
+    unit_stages: Sequence[int],
+    sharding: Sharding,
+    program: Sequence[Action],
+) -> dict[str, int]:
     """What a step's gradients and parameters send over the data ranks."""
     n, r, stage = sharding.shard.size, sharding.replicate.size, sharding.stage
+    micro_batches = len({action.micro_batch for action in program})
     gradients = parameters = 0
     for bucket in buckets:
         if bucket.kind.group.frozen:
             continue
         own, wide = bucket.numel // n, bucket.kind.wide.itemsize
-        reductions = micro_batches if stage >= 2 else 1
+        reductions = micro_batches if stage >= 2 and not bucket.late else 1
         gradients += reductions * (n - 1) * own * wide + all_reduced(own * wide, r)
         parameters += (n - 1) * own * bucket.kind.dtype.itemsize * bucket.kept
     absent = [bucket for bucket in buckets if not bucket.kept][::-1]  # the order of forward
     units = sorted({bucket.unit for bucket in absent})
-    trained = [bucket.unit for bucket in buckets if not bucket.kind.group.frozen]
-    first = sum(unit < min(trained, default=0) for unit in units)
-    times = gathers(len(units), micro_batches, first=first, overlap=sharding.overlap)
+    # In the first stage nothing up to the first unit that is trained has a backward.
+    trained = [b.unit for b in buckets if b.stage == 0 and not b.kind.group.frozen]
+    start = min(trained, default=len(unit_stages))
+    first = sum(unit_stages[unit] == 0 and unit < start for unit in units)
+    stages = [unit_stages[unit] for unit in units]
+    times = gathers(stages, program, first=first, overlap=sharding.overlap)
     for bucket in absent:
         own_bytes = bucket.numel // n * bucket.kind.dtype.itemsize
         parameters += times[units.index(bucket.unit)] * (n - 1) * own_bytes
     return {"gradients": gradients, "parameters": parameters}
 
 
-def gathers(units: int, micro_batches: int, *, first: int = 0, overlap: bool = True) -> list[int]:
-    """How often a step gathers each of `units`: those that the ring of `SLOTS` holds no more.
+def gathers(
+    stages: Sequence[int], program: Sequence[Action], *, first: int = 0, overlap: bool = True
+) -> list[int]:
+    """How often a step gathers each unit, given their stages: when the ring holds it no more.
 
     Units before `first` have no backward, since everything up to them is frozen.
     """
     resident: list[int | None] = [None] * SLOTS
-    times = [0] * units
-    forward = [(i, i + 1) for i in range(units)]
-    backward = [(i, i - 1) for i in reversed(range(first, units))]
-    for place, following in (forward + backward) * micro_batches:
-        for i in (place, following) if overlap else (place,):
-            if 0 <= i < units and resident[i % SLOTS] != i:
-                resident[i % SLOTS] = i
-                times[i] += 1
+    times = [0] * len(stages)
+    for action in program:
+        if action.kind == "W":
+            continue
+        units = [i for i, stage in enumerate(stages) if stage == action.stage]
+        if action.kind != "F":
+            units.reverse()
+        for place, following in itertools.zip_longest(units, units[1:]):
+            if action.kind != "F" and place < first:
+                break
+            ahead = [following] if overlap and following is not None else []
+            for i in [place, *ahead]:
+                if resident[i % SLOTS] != i:
+                    resident[i % SLOTS] = i
+                    times[i] += 1
     return times

@@ -11,11 +11,12 @@ import tomllib
 from dataclasses import dataclass
 from typing import Any
 
-from penteract.config import Config, ConfigError, ParallelConfig, check_world, resolve
+from penteract.config import Config, ConfigError, ParallelConfig, resolve
 from penteract.config_file import did_you_mean, from_dict, keys, to_dict
 from penteract.errors import UserError
 from penteract.grid import Grid
 from penteract.layout_rules import SIZES, least_dp
+from penteract.train.pipeline import check
 
 # With another value of these a layout would train something else than the reference does.
 TRAINED = ("model.", "data.", "optim.")
@@ -90,7 +91,7 @@ def parse_layout(text: str, config: Config) -> Layout:
         made = resolve(from_dict(values))
         _check_dropout(made, config)
         world = _world(made.parallel, dp)
-        check_world(made.parallel, world)
+        check(made, world)
     except UserError as error:
         said = str(error).replace("saved configuration: ", "")
         raise ConfigError(f'--layout "{text}": {said}') from None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penteract.config import Config
 from penteract.grid import Grid
+from penteract.nn.model import Stage
 from penteract.nn.sequences import MicroBatch, Noise
 from penteract.parallel.parameters import Boundary
 from penteract.verify.gaps import Array
@@ -70,8 +71,9 @@ class _Recorder:
         self.places: dict[int, int] = {}  # of modules in the order of the forward
 
     def watch(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for module in model.modules():
+            if isinstance(module, Stage):
+                module.register_forward_pre_hook(self._begin, with_kwargs=True)
             boundary = getattr(module, "boundary", None)
             if boundary is not None:
                 module.register_forward_hook(self._hook(boundary))

@@ -20,6 +20,7 @@ from penteract.testing import run_ranks, world_axis
 from penteract.train.dry_run import dry_run
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
+from penteract.train.saved_state import held
 
 MODEL = {"layers": 2, "hidden": 16, "ffn": 24, "heads": 2, "vocab": 19, "bias": True}
 RULES = [{"match": "layers.0.*", "lr": 0.5}, {"match": "embed.*", "freeze": True}]
@@ -51,7 +52,7 @@ def new_run(config: Config) -> Run:
 
 def state(run: Run) -> State:
     """All that a checkpoint would hold of this rank, and its parameters as they are stored."""
-    found = {f"{s.tensor}{s.box}": x.clone() for s, x in run._shards()}
+    found = {f"{s.tensor}{s.box}": x.clone() for s, x in held(run.buffers, run.optimizer)}
     run.buffers.wait()
     for i, bucket in enumerate(run.buffers.all_buckets):
         if bucket.parameters is not None:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from penteract.mesh import Axis, single
 from penteract.parallel import buffers as buffers_module
 from penteract.parallel.buckets import ALIGNMENT, Sharding
-from penteract.parallel.buffers import Buffers
-from penteract.parallel.parameters import Layer
+from penteract.parallel.buffers import Buffers, Held
+from penteract.parallel.parameters import Layer, Write
 from penteract.parallel.tensor import ColumnLinear, Features, TensorParallel, replicated
+from penteract.pending import Pending
 from penteract.placement import Init
 from penteract.testing import run_ranks, world_axis
 
@@ -256,3 +257,40 @@ def test_a_gradient_partial_over_an_axis_that_nobody_gave_is_refused() -> None:
     layer.declare("weight", replicated("w", (2,), Init("ones"), tp="partial"), F64)
     with pytest.raises(AssertionError, match="w: "):
         Buffers(layer, WHOLE, seed=0)
+
+
+def order_of_a_split_backward() -> list[str]:
+    """What happens where weight gradients come later than their backward, on one of two ranks."""
+    model, events = Linears(), list[str]()
+    buffers = Buffers(model, Sharding.whole(world_axis("dp-cp")), seed=0, bucket_bytes=8)
+    begin = buffers_module.start_reduce_scatter_
+
+    def reduce(x: Tensor, axis: Axis) -> Pending:
+        events.append("reduce")
+        return begin(x, axis)
+
+    def noted(parameter: nn.Parameter, write: Write) -> tuple[nn.Parameter, Write]:
+        def fill(out: Tensor, overwrite: bool) -> None:
+            events.append("weight")
+            write(out, overwrite)
+
+        return parameter, fill
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers_module, "start_reduce_scatter_", reduce)
+        buffers.begin()
+        held: Held = []
+        buffers.begin_backward(last=True, held=held)
+        model(torch.ones(2, 6, dtype=F64)).sum().backward()
+        buffers.end_backward()
+        assert events == []
+        with torch.no_grad():
+            buffers.complete(0, [noted(*one) for one in held], last=True)
+        buffers.finish()
+    return events
+
+
+def test_a_split_backward_reduces_each_bucket_as_it_fills() -> None:
+    """Gradients of biases, which autograd makes, are there before and keep nothing waiting."""
+    for events in run_ranks(order_of_a_split_backward, 2):
+        assert events == ["reduce", "weight", "reduce", "reduce", "weight", "reduce"]

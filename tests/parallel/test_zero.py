@@ -20,6 +20,8 @@ from penteract.parallel import zero as zero_module
 from penteract.parallel.buckets import ALIGNMENT, Bucket, Sharding
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import Layer, replicated
+from penteract.parallel.pipeline.actions import actions
+from penteract.parallel.pipeline.schedules import schedule
 from penteract.placement import Init
 from penteract.testing import run_ranks, world_axis
 from penteract.train.language_model import synthetic_task
@@ -151,13 +153,13 @@ def test_a_parameter_that_is_not_gathered_is_nan_and_the_ring_holds_two_units() 
     def look() -> tuple[list[int], int]:
         run = run_of(config_of(zero=3))
         model, seen = run.task.model, []
-        matrices = [p for layer in model.layers[1:4] for p in layer.parameters() if p.ndim == 2]
+        matrices = [p for layer in model.units[1:4] for p in layer.parameters() if p.ndim == 2]
 
         def count(*_: Any) -> None:
             seen.append(sum(not bool(p.isnan().any()) for p in matrices))
 
         assert all(bool(p.isnan().all()) for p in matrices)
-        for layer in model.layers[1:4]:
+        for layer in model.units[1:4]:
             layer.mlp.register_forward_hook(count)
         run.update()
         return seen, len(matrices) // 3
@@ -186,8 +188,9 @@ def test_gathers_are_as_many_as_the_formula_says(
         return len(fetched)
 
     monkeypatch.setattr(zero_module, "start_all_gather_into", counting)
-    units = 3 + 2  # blocks, embedding, head
-    wanted = sum(gathers(units, micro_batches))
+    program = schedule("1f1b", ranks=1, micro_batches=micro_batches).programs[0]
+    units = [0] * (3 + 2)  # the stage of blocks, embedding, head
+    wanted = sum(gathers(units, list(actions(program))))
     assert run_ranks(count, 2) == [wanted, wanted]
 
 

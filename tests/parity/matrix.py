@@ -47,6 +47,10 @@ SPLIT_MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "layers": 2, "hidden": 5, "ffn": 2, "heads": 1, "head_size": 2,
         "vocab": 3, "norm_eps": 1e-2, "bias": True,
     },
+    "deep": {
+        "family": "llama", "layers": 7, "hidden": 6, "ffn": 5, "heads": 2, "kv_heads": 1,
+        "head_size": 4, "vocab": 9, "norm_eps": 1e-2, "tied": True,
+    },
 }  # fmt: skip
 
 
@@ -71,10 +75,28 @@ class Cell:
     zero: int = 0
     replicas: int = 1
     optimizer: str = "adamw"
+    pp: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    cut: str = "even"  # even, cost; ends: blocks in neither the first stage nor the last; gap
+    count: str = ""  # micro-batches a rank, in terms of the pipeline ranks p
+    ragged: bool = False  # samples of several lengths
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp
+        return self.dp * self.tp * self.pp
+
+    @property
+    def stages(self) -> str:
+        """The cut as `parallel.stages` says it."""
+        n, blocks = self.pp * self.chunks, SPLIT_MODELS[self.model]["layers"]
+        if n == 1 or self.cut in ("even", "cost"):
+            return "cost" if self.cut == "cost" else "even"
+        if n == 2:
+            return f"embed | {blocks}*layer,norm,head"
+        if self.cut == "ends":
+            return "embed | ... | norm,head"
+        return f"embed,{blocks}*layer {'| ' * (n - 1)} norm,head"
 
     @property
     def accumulation(self) -> int:
@@ -142,12 +164,49 @@ ZERO: Factors = {
     "vocab_multiple": (1, 4),
     "seq": (4,),
 }  # fmt: skip
+# Batches are told by micro-batches a rank, in terms of the pipeline ranks.
+PIPELINE: Factors = {
+    "pp": (2, 3, 4),
+    "chunks": (1, 2, 3),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
+    "count": ("1", "p-1", "p", "p+1", "2p", "3p+1"),
+    "cut": ("even", "cost", "ends", "gap"),
+    "model": ("deep", "gpt2", "llama", "six-heads", "nine-heads"),
+    "dp": (1, 2),
+    "tp": (1, 2),
+    "sp": (False, True),
+    "zero": (0, 1, 2, 3),
+    "replicas": (1, 2),
+    "optimizer": ("adamw", "muon"),
+    "recompute": ((), ("layer/2",), ("attention", "mlp", "core")),
+    "dropout": (0.0, 0.1),
+    "ragged": (False, True),
+    "z_loss": (0.0, 1e-2),
+    "micro_batch": (1, 2),
+    "short": (0, 1),
+    "bucket_bytes": (25 << 20, 256),
+    "overlap": (True, False),
+    "seq": (4,),
+}  # fmt: skip
+PIPELINE_CROSSED = ("pp", "chunks", "schedule", "count")
+COUNTS = {
+    "1": lambda p: 1,
+    "p-1": lambda p: p - 1,
+    "p": lambda p: p,
+    "p+1": lambda p: p + 1,
+    "2p": lambda p: 2 * p,
+    "3p+1": lambda p: 3 * p + 1,
+}
+CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "zb-v": (2,), "dualpipe-v": (2,)}  # of others any
+
 ZERO_CROSSED = ("dp", "zero", "tp", "accumulation", "replicas", "optimizer")
 
 
 def cell_of(chosen: Mapping[str, Any]) -> Cell:
     """The cell with these values, where `accumulation` and `short` may stand for the batch."""
     fields = dict(chosen)
+    if "count" in fields:
+        fields["accumulation"] = COUNTS[fields["count"]](fields["pp"])
     if "accumulation" in fields:
         full = fields.pop("accumulation") * fields["dp"] * fields["micro_batch"]
         fields["global_batch"] = full - fields.pop("short")
@@ -176,17 +235,26 @@ def pairwise(matrix: Factors) -> list[Cell]:
     return chosen
 
 
-def fits(factors: Iterable[tuple[str, Any]], max_world: int) -> bool:
-    """Whether values of some factors leave a layout of at most so many ranks, and a batch."""
+def fits(
+    factors: Iterable[tuple[str, Any]], max_world: int, matrix: Mapping[str, Sequence[Any]] = {}
+) -> bool:
+    """Whether values of some factors leave a layout of at most so many ranks, and a batch.
+
+    Other sizes are the least of the matrix.
+    """
     some = dict(factors)
     full = some.get("dp", 2) * some.get("micro_batch", 2) > some.get("short", 0)
-    few = prod(n for name, n in some.items() if name in ("tp", "dp")) <= max_world
+    sizes = {name: min(matrix.get(name, (1,))) for name in ("tp", "dp", "pp")} | some
+    sizes["dp"] = max(sizes["dp"], some.get("replicas", 1))
+    few = prod(sizes[name] for name in ("tp", "dp", "pp")) <= max_world
     return few and full and not refused(some)
 
 
 def refused(some: Mapping[str, Any]) -> bool:
     """Whether a rule of the configuration refuses these values of some factors."""
-    return some.get("dp", 2) % some.get("replicas", 1) != 0
+    chunks = CHUNKS.get(some.get("schedule", ""), (1, 2, 3))
+    odd = "chunks" in some and some["chunks"] not in chunks
+    return odd or some.get("dp", 2) % some.get("replicas", 1) != 0
 
 
 def drawn(matrix: Factors, draw: random.Random, max_world: int, **fixed: Any) -> Cell:
@@ -201,7 +269,7 @@ def tuples(matrix: Factors, n: int, max_world: int) -> set[tuple[tuple[str, Any]
     """All values of every `n` factors together that a cell of the matrix can have."""
     names = combinations(matrix, n)
     found = (zip(ns, xs, strict=True) for ns in names for xs in product(*(matrix[m] for m in ns)))
-    return {found for each in found if fits(found := tuple(each), max_world)}
+    return {found for each in found if fits(found := tuple(each), max_world, matrix)}
 
 
 def sampled(matrix: Factors, max_world: int, *, tries: int = 60) -> list[Cell]:

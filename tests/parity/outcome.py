@@ -60,7 +60,10 @@ def joined(parts: Sequence[Part]) -> Outcome:
         one.norms,
         [logical(step) for step in zip(*(part.gradients for part in parts), strict=True)],
         [logical(step) for step in zip(*(part.weights for part in parts), strict=True)],
-        {kind: logical(part.moments[kind] for part in parts) for kind in one.moments},
+        {
+            kind: logical(part.moments.get(kind, []) for part in parts)
+            for kind in dict.fromkeys(kind for part in parts for kind in part.moments)
+        },
     )
 
 
@@ -78,7 +81,8 @@ def unequal(parts: Sequence[Part]) -> list[str]:
     for kind in ("gradients", "weights"):
         for i in range(len(getattr(one, kind))):
             held[f"{kind} of step {i}"] = [getattr(part, kind)[i] for part in parts]
-    held |= {kind: [part.moments[kind] for part in parts] for kind in one.moments}
+    kinds = {kind for part in parts for kind in part.moments}
+    held |= {kind: [part.moments.get(kind, []) for part in parts] for kind in kinds}
     for name, by_rank in held.items():
         copies: dict[Any, Tensor] = {}
         for fragment, x in (piece for pieces in by_rank for piece in pieces):

@@ -16,12 +16,11 @@ from penteract.nn import norm as norm_module
 from penteract.nn.sequences import Noise
 from penteract.parallel import buffers as buffers_module
 from penteract.parallel.buffers import Buffers
-from penteract.parallel.pipeline.executor import Forward
-from penteract.parallel.pipeline.schedules import Action
+from penteract.parallel.pipeline.executor import Executor, Output
+from penteract.pending import Pending
 from penteract.placement import Placement
 from penteract.train import run as run_module
 from penteract.train.run import Run
-from penteract.wire import Pending
 
 CELL = Cell("gpt2", dp=2, micro_batch=1, global_batch=8, bucket_bytes=256, dropout=0.1)
 
@@ -50,17 +49,18 @@ def local_count(patch: pytest.MonkeyPatch) -> None:
 
 def accumulation_factor(patch: pytest.MonkeyPatch) -> None:
     """The sum is divided by the number of micro-batches once more."""
-    execute = run_module.execute
+    run = Executor.run
 
-    def divided(actions: list[Action], forward: Forward, buffers: Buffers) -> dict[str, Tensor]:
-        n = sum(action.kind == "F" for action in actions)
+    def divided(self: Executor, program: Any, forward: Any, *others: Any) -> dict[str, Tensor]:
+        n = len({step.step.micro_batch for step in program})
 
-        def smaller(stage: int, i: int) -> dict[str, Tensor]:
-            return {name: term / n for name, term in forward(stage, i).items()}
+        def smaller(stage: int, i: int, stream: Tensor | None) -> Output:
+            output = forward(stage, i, stream)
+            return Output(output.stream, {k: term / n for k, term in output.terms.items()})
 
-        return execute(actions, smaller, buffers)
+        return run(self, program, smaller, *others)
 
-    patch.setattr(run_module, "execute", divided)
+    patch.setattr(Executor, "run", divided)
 
 
 def norm_of_replicas(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,15 +30,15 @@ from torch import Tensor
 from penteract.collectives import done
 from penteract.mesh import Axis
 from penteract.nn.block import Block
-from penteract.nn.sequences import MicroBatch, Noise
 from penteract.optim.optimizer import Optimizer
 from penteract.parallel import buffers as buffers_module
 from penteract.parallel import zero as zero_module
 from penteract.parallel.buckets import Bucket, Slot
 from penteract.parallel.buffers import Buffers
+from penteract.parallel.pipeline.executor import Output
+from penteract.pending import Pending
 from penteract.testing import run_ranks
 from penteract.train.run import Run
-from penteract.wire import Pending
 
 STAGE_1 = Cell("gpt2", dp=2, micro_batch=1, global_batch=6, bucket_bytes=4096, dropout=0.1, zero=1)
 STAGE_2, STAGE_3 = (dataclasses.replace(STAGE_1, zero=zero) for zero in (2, 3))
@@ -218,16 +219,17 @@ def train_without_some(cell: Cell) -> Part:
     run, part = new_run(cell, meshes()(cell.tp)), Part()
     set_weights(run)
     keep_gradients(run, part.gradients)
-    blocks = [layer for layer in run.task.model.layers if isinstance(layer, Block)]
-    mlp, loss = blocks[-1].mlp, run.task.loss
+    blocks = [layer for layer in run.task.model.modules() if isinstance(layer, Block)]
+    mlp, forward = blocks[-1].mlp, run.task.forward
 
-    def some(batch: MicroBatch, scale: Tensor, noise: Noise) -> dict[str, Tensor]:
+    def some(*args: Any) -> Output:
+        *_, noise = args
         with pytest.MonkeyPatch.context() as patch:
             if noise.micro_batch % 2:
                 patch.setattr(mlp, "forward", lambda x, sizes: torch.zeros_like(x))
-            return loss(batch, scale, noise)
+            return forward(*args)
 
-    run.task = dataclasses.replace(run.task, loss=some)
+    run.task = dataclasses.replace(run.task, forward=some)
     for _ in range(STEPS):
         update(run, part)
     return collect(run, part)

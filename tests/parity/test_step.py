@@ -23,6 +23,7 @@ from penteract.families import model_spec
 from penteract.grid import Grid
 from penteract.mesh import Mesh, create_mesh
 from penteract.nn.sequences import MicroBatch
+from penteract.parallel.pipeline.executor import Output
 from penteract.testing import run_ranks, world_axis
 from penteract.train.language_model import synthetic_task
 from penteract.train.nonfinite import NonFiniteError
@@ -67,9 +68,13 @@ def broken_step(poisoned_rank: int) -> tuple[str, bool, int]:
     flats = [b.master for b in run.buffers.buckets] + [x for _, _, x in run.optimizer.state()]
     before = [x.clone() for x in flats]
     if run.mesh.rank == poisoned_rank:
-        loss = run.task.loss
-        poisoned = lambda *a: {name: x * float("nan") for name, x in loss(*a).items()}  # noqa: E731
-        run.task = dataclasses.replace(run.task, loss=poisoned)
+        forward = run.task.forward
+
+        def poisoned(*args: Any) -> Output:
+            found = forward(*args)
+            return Output(found.stream, {k: x * float("nan") for k, x in found.terms.items()})
+
+        run.task = dataclasses.replace(run.task, forward=poisoned)
     message = ""
     try:
         run.update()

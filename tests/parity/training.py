@@ -26,9 +26,11 @@ from penteract.data.loader import micro_batches
 from penteract.data.synthetic import SyntheticSource
 from penteract.families import model_spec
 from penteract.grid import Grid
-from penteract.mesh import Mesh, create_mesh
+from penteract.mesh import Mesh, create_mesh, single
+from penteract.nn.model import Stage
 from penteract.nn.sequences import MicroBatch
 from penteract.parallel.buffers import Buffers
+from penteract.parallel.tensor import TensorParallel
 from penteract.random import keep_mask
 from penteract.testing import run_ranks, world_axis
 from penteract.train import run as run_module
@@ -54,6 +56,10 @@ def config_of(cell: Cell, **train: Any) -> Config:
             "dp_overlap": cell.overlap,
             "zero": cell.zero,
             "replicas": cell.replicas,
+            "pp": cell.pp,
+            "chunks": cell.chunks,
+            "schedule": cell.schedule,
+            "stages": cell.stages,
         },
         "data": {"seq": cell.seq, "seed": 3},
         "optim": {
@@ -68,8 +74,12 @@ def config_of(cell: Cell, **train: Any) -> Config:
     return resolve(from_dict(values))
 
 
-def documents(index: int, vocab: int, seq: int = 6) -> list[Document]:
-    """Sample `index`: one to three documents; half of the labels count, in every fifth none."""
+def documents(index: int, vocab: int, seq: int = 6, *, ragged: bool = False) -> list[Document]:
+    """Sample `index`: one to three documents; half of the labels count, in every fifth none.
+
+    Ragged samples have 1 to `seq` tokens.
+    """
+    seq -= index % seq if ragged else 0
     tokens, labels = SyntheticSource(seq=seq, vocab=vocab, seed=3).samples([index])
     weights = [float(index % 5 != 2 and (3 * t + index) % 4 < 2) for t in tokens[0].tolist()]
     cuts = sorted({0, seq, *((), (1,), (2, 3))[index % 3]})
@@ -79,7 +89,7 @@ def documents(index: int, vocab: int, seq: int = 6) -> list[Document]:
     ]
 
 
-def ragged_task(config: Config, mesh: Mesh) -> Task:
+def packed_task(config: Config, mesh: Mesh, *, ragged: bool) -> Task:
     """The task of a configuration on packed documents with masked labels."""
     train, dp = config.train, mesh.axis("dp")
 
@@ -88,7 +98,8 @@ def ragged_task(config: Config, mesh: Mesh) -> Task:
         parts = micro_batches(train.global_batch, train.micro_batch, dp.size, dp.rank)
         rows = [[first + i for i in part] for part in parts]
         sizes = config.model.vocab, config.data.seq
-        return [bridge.micro_batch([d for i in row for d in documents(i, *sizes)]) for row in rows]
+        docs = [[d for i in row for d in documents(i, *sizes, ragged=ragged)] for row in rows]
+        return [bridge.micro_batch(found) for found in docs]
 
     task = synthetic_task(config, mesh, torch.device("cpu"))
     return dataclasses.replace(task, batches=batches)
@@ -97,7 +108,7 @@ def ragged_task(config: Config, mesh: Mesh) -> Task:
 def new_run(cell: Cell, mesh: Mesh, *, task: Task | None = None, **train: Any) -> Run:
     """A run of the cell at its initial weights."""
     config = config_of(cell, **train)
-    task = ragged_task(config, mesh) if task is None else task
+    task = packed_task(config, mesh, ragged=cell.ragged) if task is None else task
     sized = functools.partial(Buffers, bucket_bytes=cell.bucket_bytes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "Buffers", sized)
@@ -106,8 +117,15 @@ def new_run(cell: Cell, mesh: Mesh, *, task: Task | None = None, **train: Any) -
 
 def set_weights(run: Run) -> None:
     """Overwrite the initial weights, whose biases are 0 and norms 1, by ones that show."""
-    bridge.set_owned(run.buffers, "master", bridge.random_weights(bridge.placements(run.buffers)))
+    bridge.set_owned(run.buffers, "master", random_weights(run.config))
     run.buffers.publish()
+
+
+def random_weights(config: Config) -> Weights:
+    """Those of the whole model."""
+    alone = TensorParallel(single("tp"))
+    model = Stage(model_spec(config.model), alone, dtype=torch.float64)
+    return bridge.random_weights(bridge.parameters(model))
 
 
 def keep_gradients(run: Run, into: list[Fragments]) -> None:
@@ -135,10 +153,10 @@ def collect(run: Run, part: Part) -> Part:
     return part
 
 
-def meshes() -> Callable[[int], Mesh]:
-    """For a number of tensor ranks the mesh over all ranks, each with its groups made once."""
+def meshes() -> Callable[..., Mesh]:
+    """For numbers of tensor and pipeline ranks the mesh over all ranks, its groups made once."""
     axis = world_axis()
-    return functools.cache(lambda tp: create_mesh(Grid(axis.size, tp=tp), axis.rank))
+    return functools.cache(lambda tp, pp=1: create_mesh(Grid(axis.size, tp=tp, pp=pp), axis.rank))
 
 
 def train(cell: Cell, mesh: Mesh, folder: Path | None = None) -> Part:
@@ -158,14 +176,14 @@ def train_here(cells: Sequence[Cell], folders: Sequence[Path] = ()) -> list[Part
     """Each cell as one rank of all ranks of the default process group."""
     mesh = meshes()
     pairs = itertools.zip_longest(cells, folders)
-    return [train(cell, mesh(cell.tp), folder) for cell, folder in pairs]
+    return [train(cell, mesh(cell.tp, cell.pp), folder) for cell, folder in pairs]
 
 
 def resume_here(cells: Sequence[Cell], folders: Sequence[Path]) -> list[Part]:
     """The step that follows the checkpoint in each folder, in each cell's layout."""
     mesh, parts = meshes(), []
     for cell, folder in zip(cells, folders, strict=True):
-        run, part = new_run(cell, mesh(cell.tp)), Part()
+        run, part = new_run(cell, mesh(cell.tp, cell.pp)), Part()
         run.resume(folder / step_name(STEPS))
         keep_gradients(run, part.gradients)
         update(run, part)
@@ -201,7 +219,8 @@ def reference_gradients(cell: Cell, weights: Weights, step: int) -> tuple[list[f
         drop = dropping(cell, step, start // cell.micro_batch) if cell.dropout else plain.keep
         samples = range(start, min(start + cell.micro_batch, cell.global_batch))
         vocab = config.model.vocab
-        docs = [doc for i in samples for doc in documents(first + i, vocab, cell.seq)]
+        texts = (documents(first + i, vocab, cell.seq, ragged=cell.ragged) for i in samples)
+        docs = [doc for text in texts for doc in text]
         row = 0
         for doc in docs:
             doc = dataclasses.replace(doc, first_row=row)
@@ -237,6 +256,11 @@ def _trained(cell: Cell) -> Cell:
         bucket_bytes=0,
         zero=0,
         replicas=1,
+        pp=1,
+        chunks=1,
+        schedule="1f1b",
+        cut="even",
+        count="",
     )
     # Without dropout nothing depends on how sequences are grouped.
     return same if cell.dropout else dataclasses.replace(same, micro_batch=8)
@@ -253,8 +277,7 @@ class State:
 
 @functools.cache
 def _reference(cell: Cell) -> tuple[Outcome, State]:
-    shapes = bridge.placements(new_run(cell, create_mesh(Grid(1), 0)).buffers)
-    return _advanced(cell, State(bridge.random_weights(shapes)), STEPS)
+    return _advanced(cell, State(random_weights(config_of(cell))), STEPS)
 
 
 def _advanced(cell: Cell, state: State, steps: int) -> tuple[Outcome, State]:

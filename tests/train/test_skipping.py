@@ -18,6 +18,7 @@ from penteract.config_file import from_dict
 from penteract.grid import Grid
 from penteract.mesh import create_mesh
 from penteract.parallel.buckets import Slot
+from penteract.parallel.pipeline.executor import Output
 from penteract.testing import run_ranks, world_axis
 from penteract.train.language_model import synthetic_task
 from penteract.train.nonfinite import NonFiniteError
@@ -47,17 +48,19 @@ def new_run(parallel: dict[str, Any], optim: dict[str, Any], **train: Any) -> Ru
 
 def spoil(run: Run, rank: int, steps: set[int], with_: Spoil) -> list[int]:
     """On `rank`, change the loss terms of some steps; the steps whose batches are asked for."""
-    loss, batches, seen = run.task.loss, run.task.batches, list[int]()
+    forward, batches, seen = run.task.forward, run.task.batches, list[int]()
 
-    def spoiled(*args: Any) -> dict[str, Tensor]:
-        terms = loss(*args)
-        return with_(terms) if run.mesh.rank == rank and seen[-1] in steps else terms
+    def spoiled(*args: Any) -> Output:
+        found = forward(*args)
+        if run.mesh.rank == rank and seen[-1] in steps:
+            found = Output(found.stream, with_(dict(found.terms)))
+        return found
 
     def asked(step: int) -> Any:
         seen.append(step)
         return batches(step)
 
-    run.task = dataclasses.replace(run.task, loss=spoiled, batches=asked)
+    run.task = dataclasses.replace(run.task, forward=spoiled, batches=asked)
     return seen
 
 

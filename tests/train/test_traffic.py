@@ -73,6 +73,12 @@ TABLE: list[tuple[int, str, dict[str, dict[str, Any]]]] = [
     (4, "gpt2-plain", {"parallel": {"tp": 4}, "train": {"dtype": "bfloat16"}}),
     (4, "llama", {"parallel": {"tp": 4, "sp": True, "vocab_multiple": 4}, "data": {"seq": 1}}),
     (4, "llama", {"parallel": {"tp": 2, "order": "dp-tp"}}),
+    (2, "gpt2", {"parallel": {"pp": 2}}),
+    (2, "llama", {"parallel": {"pp": 2, "chunks": 3}}),
+    (3, "llama", {"parallel": {"pp": 3, "stages": "embed | | 2*layer,norm,head"}}),
+    (4, "gpt2", {"parallel": {"pp": 2, "chunks": 2, "schedule": "zb-v", "zero": 3}}),
+    (4, "gpt2", {"parallel": {"pp": 2, "schedule": "zb-h1", "zero": 3}, "optim": FROZEN}),
+    (4, "llama", {"parallel": {"pp": 2, "tp": 2, "sp": True}, "optim": {"name": "muon"}}),
 ]
 
 
@@ -88,7 +94,8 @@ def config_of(name: str, special: dict[str, dict[str, Any]]) -> Config:
 
 
 def grid_of(config: Config, world: int) -> Grid:
-    return Grid(world, tp=config.parallel.tp, order=config.parallel.order)
+    parallel = config.parallel
+    return Grid(world, tp=parallel.tp, pp=parallel.pp, order=parallel.order)
 
 
 def counted(config: Config) -> tuple[dict[str, Calls], dict[str, Calls]]:

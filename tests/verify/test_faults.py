@@ -23,11 +23,11 @@ from penteract.optim.optimizer import Optimizer
 from penteract.parallel import buffers as buffers_module
 from penteract.parallel import tensor as tensor_module
 from penteract.parallel.tensor import RowLinear, linear
+from penteract.pending import Pending
 from penteract.train import run as run_module
 from penteract.train.run import Run
 from penteract.verify.layouts import parse_layout
 from penteract.verify.verify import Trained, prepare, train_reference, verify_layout
-from penteract.wire import Pending
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]

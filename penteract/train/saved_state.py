@@ -1,0 +1,113 @@
+"""What a run keeps in a checkpoint, and how it goes on from one that was written otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penteract.checkpoint.format import Manifest, StoredTensor
+from penteract.checkpoint.io import load
+from penteract.checkpoint.model import STATE_PREFIXES, owned
+from penteract.checkpoint.plan import Shard
+from penteract.config import Config, ConfigError
+from penteract.config_file import from_dict, to_dict
+from penteract.optim.optimizer import Optimizer
+from penteract.parallel.buffers import Buffers
+from penteract.train.batch_ramp import ramp_until
+from penteract.train.task import Task
+
+
+def held(buffers: Buffers, optimizer: Optimizer) -> Iterator[tuple[Shard, Tensor]]:
+    """Everything saved, as boxes of logical tensors: weights, masters, moments."""
+    for bucket in buffers.all_buckets:
+        narrow = bucket.kind.narrow
+        yield from owned("", bucket.owned(bucket.own_parameters if narrow else bucket.master))
+    for bucket in (bucket for bucket in buffers.buckets if bucket.kind.narrow):
+        yield from owned("master/", bucket.owned(bucket.master))
+    for name, bucket, moment in optimizer.state():
+        yield from owned(f"{name}/", bucket.owned(moment))
+
+
+def check_same(path: Path, manifest: Manifest, config: Config, task: Task) -> None:
+    """Refuse a checkpoint whose model, data or optimizer are others than the run's: ConfigError."""
+    state = manifest.state
+    theirs = from_dict(manifest.config)  # with the defaults of keys that came after it
+    mine, saved = (
+        {"model": to_dict(c)["model"], "optim": {"name": c.optim.name}} for c in (config, theirs)
+    )
+    mine |= task.state
+    saved |= {key: state.get(key) for key in task.state}
+    seen, step = state["cursor"], state["step"]
+    if (would_have := task.cursor(step)) != seen:
+        ramp = [list(entry) for entry in ramp_until(step, theirs.train)]
+        raise ConfigError(
+            f"{path}: its {step} steps took {seen} samples, but with this train.global_batch "
+            f"and train.ramp they would have taken {would_have}: say how large the batches "
+            f"were so far with train.ramp = {ramp}"
+        )
+    if wrong := list(differences(saved, mine)):
+        raise ConfigError(
+            f"{path} is of another run, and training would not continue it:\n  "
+            + "\n  ".join(wrong)
+            + "\nChoose another checkpoint.dir, or start from its weights with checkpoint.load."
+        )
+
+
+@torch.no_grad()
+def start_state(buffers: Buffers, optimizer: Optimizer, names: Collection[str]) -> None:
+    """Masters and moments that stand under `names` start: from the weights, and at zero."""
+    for bucket in buffers.buckets:
+        weights = bucket.owned(bucket.own_parameters)
+        masters = bucket.owned(bucket.master)
+        for (_, fragment, weight), (_, _, master) in zip(weights, masters, strict=True):
+            if f"master/{fragment.tensor}" in names:
+                master.copy_(weight)
+    for name, bucket, moment in optimizer.state():
+        for _, fragment, view in bucket.owned(moment):
+            if f"{name}/{fragment.tensor}" in names:
+                view.zero_()
+
+
+def as_saved(shard: Shard, saved: Mapping[str, StoredTensor]) -> Shard:
+    """`shard`; a moment's in the type in which it was saved, where one of the two is bfloat16."""
+    stored = saved.get(shard.tensor)
+    if stored is None or not shard.tensor.startswith(STATE_PREFIXES):
+        return shard
+    types = (shard.dtype, stored.dtype)
+    return dataclasses.replace(shard, dtype=stored.dtype) if "bfloat16" in types else shard
+
+
+def load_as(path: Path, wanted: Sequence[tuple[Shard, Tensor]], **how: Any) -> None:
+    """`load` where a shard may be of another type than its view: the values are converted."""
+    types = [getattr(torch, shard.dtype) for shard, _ in wanted]
+    views = [view for _, view in wanted]
+    values = [
+        view if view.dtype == dtype else torch.empty_like(view, dtype=dtype)
+        for view, dtype in zip(views, types, strict=True)
+    ]
+    load(path, [(shard, x) for (shard, _), x in zip(wanted, values, strict=True)], **how)
+    for view, x in zip(views, values, strict=True):
+        if x is not view:
+            view.copy_(x)
+
+
+def said_of(fresh: Collection[str]) -> Iterator[str]:
+    """What is said of optimizer state that a checkpoint does not have."""
+    if tensors := sorted({name.partition("/")[2] for name in fresh}):
+        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        names = ", ".join(tensors[:3])
+        yield f"moments start at zero, the checkpoint has none of {names}{more}"
+
+
+def differences(saved: Any, mine: Any, key: str = "") -> Iterator[str]:
+    """A line for every value in which two nested dictionaries differ."""
+    if isinstance(saved, dict) and isinstance(mine, dict):
+        for name in sorted({*saved, *mine}):
+            yield from differences(saved.get(name), mine.get(name), f"{key}.{name}".lstrip("."))
+    elif saved != mine:
+        yield f"{key}: saved {saved!r}, now {mine!r}"
