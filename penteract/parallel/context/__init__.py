@@ -1,0 +1,1 @@
+"""Sequences split over ranks: the cut, and the exchanges that attention over it needs."""
