@@ -22,6 +22,9 @@ TP = 8
 # whole would be 48 MiB.
 FIXED_BYTES = 28 << 20
 COPIES = {"materialise": 1, "buffers": 2}  # parameters; and gradients
+# The kernel counts pages in batches a thread, and a fork starts below its parent's peak: the
+# rise can read some MiB short. The lower bound only shows that something was measured.
+LEAST = 0.75
 
 
 def large_spec() -> ModelSpec:
@@ -56,8 +59,8 @@ def test_building_at_tp_8_peaks_near_an_eighth(how: str) -> None:
     build(512, 0, how)  # here, so that no fork counts what a first use loads
     ((peak, whole),) = run_ranks(lambda: build(1, 0, how), 1)
     assert whole > 100e6
-    assert COPIES[how] * whole <= peak < COPIES[how] * whole + FIXED_BYTES
+    assert LEAST * COPIES[how] * whole <= peak < COPIES[how] * whole + FIXED_BYTES
     for rank in (0, TP - 1):
         ((peak, held),) = run_ranks(lambda rank=rank: build(TP, rank, how), 1)
         assert held == pytest.approx(whole / TP, rel=0.01)
-        assert COPIES[how] * held <= peak < COPIES[how] * held + FIXED_BYTES
+        assert LEAST * COPIES[how] * held <= peak < COPIES[how] * held + FIXED_BYTES
