@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from penteract.config import Config
+    from penteract.data.tokenizers import Tokenizer
     from penteract.launch import Launch
 
 FILE_ERRORS = (
@@ -247,6 +248,23 @@ def data_build(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def data_chat(arguments: argparse.Namespace) -> int:
+    """Make a token file of chats, for fine-tuning."""
+    from penteract.data.chat import Chat, build_chat
+
+    report = build_chat(
+        Chat(
+            output=arguments.output,
+            inputs=tuple(arguments.input),
+            tokenizer=arguments.tokenizer,
+            end_of_document=arguments.eod,
+            template=arguments.template,
+        )
+    )
+    print(f"{arguments.output}: {report.summary()}", file=sys.stderr)
+    return 0
+
+
 def data_inspect(arguments: argparse.Namespace) -> int:
     """Describe a token file."""
     from penteract.data.build import inspect
@@ -310,9 +328,8 @@ def generate(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(spec, config.data.end_of_document)
     if tokenizer.hash != state.get("tokenizer", tokenizer.hash):
         raise UserError(f"{path} was trained with another tokenizer: name it with --tokenizer")
-    prompt = tokenizer.encode(arguments.prompt).tolist() or [tokenizer.end_of_document]
+    prompt, stop = _prompt(arguments, tokenizer, spec, state.get("chat"))
     prompts = torch.tensor([prompt], device=device)
-    stop = None if arguments.ignore_end else tokenizer.end_of_document
     try:
         sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
         tokens = generate(
@@ -325,7 +342,7 @@ def generate(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as quiet:
         if launch.rank:  # all ranks draw the same tokens; one says them
             quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        print(arguments.prompt, end="", flush=True)
+        print("" if arguments.chat else arguments.prompt, end="", flush=True)
         for (token,) in itertools.chain([first], tokens):
             if token != stop:
                 print(stream.push(token), end="", flush=True)
@@ -333,6 +350,22 @@ def generate(arguments: argparse.Namespace) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
+
+
+def _prompt(
+    arguments: argparse.Namespace, tokenizer: Tokenizer, spec: str, kept: Mapping[str, str] | None
+) -> tuple[list[int], int | None]:
+    """The tokens to go on from, and the one that ends the text; `kept` is the run's template."""
+    from penteract.data.chat import question
+    from penteract.data.template import find_template
+
+    if arguments.template is not None and not arguments.chat:
+        raise UserError("--template is for --chat")
+    tokens, stop = tokenizer.encode(arguments.prompt).tolist(), tokenizer.end_of_document
+    if arguments.chat:
+        template = find_template(arguments.template, spec, tokenizer, kept=kept)
+        tokens, stop = question(arguments.prompt, template, tokenizer)
+    return tokens or [tokenizer.end_of_document], None if arguments.ignore_end else stop
 
 
 def _loaded(path: Path, launch: Launch) -> tuple[Any, Config, dict[str, Any], torch.device]:
@@ -356,6 +389,7 @@ RUNS: Mapping[str, options.Command] = MappingProxyType(
         "layout": layout,
         "schedule": schedule,
         "data build": data_build,
+        "data chat": data_chat,
         "data inspect": data_inspect,
         "data show": data_show,
         "checkpoint inspect": checkpoint_inspect,

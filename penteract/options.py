@@ -131,6 +131,15 @@ def _add_data(commands: Any, runs: Mapping[str, Command]) -> None:
     p.add_argument("--eod", metavar="TOKEN", help="the token that ends a document")
     p.add_argument("--key", default="text", help="the text's key in .jsonl (text)")
     p.add_argument("--limit", type=_positive, metavar="BYTES", help="stop after so much text")
+    example = "penteract data chat --input chats.jsonl --tokenizer bytes --output data/chats"
+    p = _command(data, "chat", runs["data chat"], example)
+    p.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE", help=".jsonl files, or folders"
+    )
+    p.add_argument("--tokenizer", default="bytes", help="bytes, or a tokenizer.json (bytes)")
+    p.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin and .mask")
+    p.add_argument("--template", metavar="FILE", help="Jinja; else the tokenizer's own, or roles")
+    p.add_argument("--eod", metavar="TOKEN", help="the token that ends a document")
     p = _command(data, "inspect", runs["data inspect"], "penteract data inspect data/stdlib")
     p.add_argument("prefix", metavar="PREFIX", help="a token file without .bin/.idx")
     p.add_argument("--tokenizer", help="to show the first tokens as text")
@@ -158,6 +167,8 @@ def _add_generate(commands: Any, run: Command) -> None:
         "--nproc", type=_positive, metavar="N", help="one stage on each of N local ranks"
     )
     p.add_argument("--prompt", default="", help="text to go on from")
+    p.add_argument("--chat", action="store_true", help="answer the prompt, as a user's message")
+    p.add_argument("--template", metavar="FILE", help="with --chat: not the run's own template")
     p.add_argument("--max-tokens", type=_positive, default=256, metavar="N", help="at most (256)")
     p.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (0.8)")
     p.add_argument("--top-k", type=_positive, metavar="K", help="draw from the K likeliest tokens")

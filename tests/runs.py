@@ -32,7 +32,7 @@ import torch._dynamo  # the optimizer imports it at its first step: once here, n
 
 from penteract.checkpoint.io import latest_good, read_manifest, read_tensor
 from penteract.cli import main
-from penteract.data.indexed import IndexedWriter
+from penteract.data.writer import IndexedWriter
 
 WITHIN_S = 60.0
 

@@ -18,8 +18,8 @@ from penteract.data.loader import TrainSource
 from penteract.errors import UserError
 
 COMMANDS = (
-    "train", "verify", "layout", "data build", "data inspect", "data show", "checkpoint inspect",
-    "checkpoint verify", "generate",
+    "train", "verify", "layout", "data build", "data chat", "data inspect", "data show",
+    "checkpoint inspect", "checkpoint verify", "generate",
 )  # fmt: skip
 
 
@@ -71,6 +71,7 @@ def test_help_lists_every_command_and_train_every_key(capsys: pytest.CaptureFixt
         ["generate", "no/such"], ["data", "build", "--input", "no/such", "--output", "x"],
         ["verify"], ["verify", "no/such.toml", "--layout", "dp=2"], ["verify", "--fuzz", "0"],
         ["data", "show", "no/such.toml", "--step", "1"], ["data", "show", "--step", "1"],
+        ["data", "chat", "--input", "no/such", "--output", "x"], ["data", "chat"],
     ],
 )  # fmt: skip
 def test_wrong_words_give_2_without_a_traceback(
@@ -159,8 +160,36 @@ def test_data_build_inspect_and_show(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(lines) == 3
     for line, sample in zip(lines, shown, strict=True):
         assert f"{sample.index}  text  epoch 0  sample {sample.sample} " in line
-        text = bytes(source.samples([sample.index])[0][0].tolist()).decode()
+        text = bytes(source.samples([sample.index]).tokens[0].tolist()).decode()
         assert repr(text) in line
+
+
+def test_data_chat_inspect_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi."}]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text((json.dumps({"messages": talk}) + "\n") * 3)
+    built = ["data", "chat", "--input", str(chats), "--output", str(tmp_path / "text")]
+    assert exit_code(built) == 0
+    said = capsys.readouterr()
+    assert "3 conversations, 90 tokens, 12 of them the assistant's, template (default)" in said.err
+    assert said.out == ""
+    assert exit_code(["data", "inspect", str(tmp_path / "text")]) == 0
+    assert "12 tokens are the assistant's" in capsys.readouterr().out
+    keys = {"seq": 62, "packing": True, "balance": True, "valid_fraction": 0.0}
+    config = write_config(tmp_path, {"data": keys, "train": {"global_batch": 2}})
+    assert exit_code(["data", "show", str(config), "--step", "1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    places = [line.partition("  conversations ")[2].partition("  ")[0] for line in shown]
+    assert sorted(places) == ["0 1", "2"]
+    assert "'user: Hello!" in shown[0]
+    assert exit_code(["data", "show", str(config), "--step", "1", "--data.packing=false"]) == 2
+    assert "need data.packing = true" in capsys.readouterr().err
+    chats.write_text(json.dumps({"messages": talk[:1]}))
+    assert exit_code(built) == 2
+    said = capsys.readouterr()
+    assert "chats.jsonl, line 1: no message is the assistant's" in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
 
 
 def test_show_follows_the_ramp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

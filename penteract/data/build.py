@@ -21,9 +21,10 @@ import rich.progress
 from numpy.typing import NDArray
 
 from penteract.data.documents import Piece, list_files, plan_tasks, read_documents
-from penteract.data.indexed import DataError, IndexedFile, IndexedWriter, Ints, token_dtype
+from penteract.data.indexed import DataError, IndexedFile, Ints, token_dtype
 from penteract.data.tokenizers import Tokenizer, load_tokenizer
 from penteract.data.workers import map_in_order
+from penteract.data.writer import IndexedWriter
 from penteract.errors import UserError
 
 
@@ -267,6 +268,10 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None, shown: int = 64) ->
         f"unigram entropy {unigram_entropy(counts):.6f} nats a token",
         f"tokenizer       {facts.get('tokenizer', 'unknown: no description beside the file')}",
     ]
+    if file.mask is not None:
+        counted = int(file.mask.sum(dtype=np.int64))
+        template = facts.get("chat", {}).get("name", "unknown")
+        lines.append(f"mask            {counted} tokens are the assistant's, template {template}")
     first = file.read(0, min(shown, file.tokens)).tolist()
     lines.append(
         f"first tokens    {' '.join(map(str, first[:16]))}{' …' if len(first) > 16 else ''}"

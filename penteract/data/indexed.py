@@ -2,22 +2,18 @@
 
 Index, little-endian: `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 N sequences, u64 M
 boundaries, then N i32 lengths, N i64 byte offsets into `.bin`, M i64 boundaries (sequence numbers,
-first 0, last N). A document is one or more sequences. Reader and writer are memory-mapped and int64
-throughout. Documents and sequences are counted from 0 in every message.
+first 0, last N). A document is one or more sequences. `PREFIX.mask`, where there is one, is a byte
+for every token of the stream: 1 where it is an answer to be learnt. Everything is memory-mapped and
+int64 throughout. Documents and sequences are counted from 0 in every message.
 """
 
 from __future__ import annotations
 
 import bisect
-import fcntl
-import json
 import os
-import shutil
 import struct
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -27,12 +23,11 @@ from penteract.errors import UserError
 
 Ints = NDArray[np.int64]
 
-_MAGIC = b"MMIDIDX\0\0"
-_HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
-_TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
+TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOAT_CODES = (6, 7)
 _ROWS = 1 << 20  # rows of the index that are checked at a time, to bound memory
-_MAX_LENGTH = 2**31 - 1  # lengths are stored as i32
 
 
 class DataError(UserError):
@@ -47,8 +42,9 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
 class IndexedFile:
     """A token file seen as one stream of `tokens` tokens, documents joined in file order.
 
-    `lengths` [N] and `documents` [M] are the index's own arrays, mapped, not read. `vocab` turns on
-    a check of every token that is read. Raises DataError for a missing, damaged or empty file.
+    `lengths` [N] and `documents` [M] are the index's own arrays, mapped, not read; so is `mask`
+    [tokens], None without one. `vocab` turns on a check of every token that is read. Raises
+    DataError for a missing, damaged or empty file.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], vocab: int | None = None) -> None:
@@ -67,24 +63,38 @@ class IndexedFile:
         self._check_documents()
         self._check_dtype()
         self._bin = np.asarray(np.memmap(f"{self.prefix}.bin", self.dtype, "r"))
+        self.mask = self._map_mask()
+
+    def _map_mask(self) -> NDArray[np.uint8] | None:
+        path = f"{self.prefix}.mask"
+        if not os.path.exists(path):
+            return None
+        size = os.path.getsize(path)
+        if size != self.tokens:
+            raise DataError(
+                f"{path}: {size} bytes for {self.tokens} tokens; it must have one a token: "
+                f"truncated, or another file's mask"
+            )
+        mask: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, "r"))
+        return mask
 
     def _map_index(self) -> None:
         path = f"{self.prefix}.idx"
         size = _size(self.prefix, ".idx")
         with open(path, "rb") as file:
-            header = file.read(_HEADER.size)
-        if header[:9] != _MAGIC[: len(header)]:
-            raise DataError(f"{path}: starts with {header[:9]!r}, an index starts with {_MAGIC!r}")
-        if len(header) < _HEADER.size:
-            raise DataError(f"{path}: {size} bytes; the header alone has {_HEADER.size}: truncated")
-        _, version, code, n, m = _HEADER.unpack(header)
+            header = file.read(HEADER.size)
+        if header[:9] != MAGIC[: len(header)]:
+            raise DataError(f"{path}: starts with {header[:9]!r}, an index starts with {MAGIC!r}")
+        if len(header) < HEADER.size:
+            raise DataError(f"{path}: {size} bytes; the header alone has {HEADER.size}: truncated")
+        _, version, code, n, m = HEADER.unpack(header)
         if version != 1:
             raise DataError(f"{path}: version {version}; this reader knows version 1")
-        if code not in _TOKEN_DTYPES:
+        if code not in TOKEN_DTYPES:
             kind = "a float type, no token ids" if code in _FLOAT_CODES else "unknown"
-            raise DataError(f"{path}: dtype code {code} is {kind}; known are {list(_TOKEN_DTYPES)}")
-        self.dtype = np.dtype(_TOKEN_DTYPES[code])
-        need = _HEADER.size + 12 * n + 8 * m
+            raise DataError(f"{path}: dtype code {code} is {kind}; known are {list(TOKEN_DTYPES)}")
+        self.dtype = np.dtype(TOKEN_DTYPES[code])
+        need = HEADER.size + 12 * n + 8 * m
         if size not in (need, need + n):  # some multimodal writers append a mode byte per sequence
             raise DataError(
                 f"{path}: {size} bytes; its header says {n} sequences and {m} document boundaries, "
@@ -92,7 +102,7 @@ class IndexedFile:
             )
         if n == 0 or m < 2:
             raise DataError(f"{path}: {n} sequences and {max(m - 1, 0)} documents: empty")
-        raw = np.asarray(np.memmap(path, np.uint8, "r", _HEADER.size))
+        raw = np.asarray(np.memmap(path, np.uint8, "r", HEADER.size))
         self.lengths = raw[: 4 * n].view("<i4")  # [N]
         self.offsets: Ints = raw[4 * n : 12 * n].view("<i8")  # [N] bytes
         self.documents: Ints = raw[12 * n : 12 * n + 8 * m].view("<i8")  # [M]
@@ -175,6 +185,15 @@ class IndexedFile:
         self._check_range(position, position + 1)
         return bisect.bisect_right(self.documents, self._row_of(position)) - 1
 
+    def boundaries(self, start: int, stop: int) -> Ints:
+        """The tokens of [start, stop) of the stream with which a document begins, rising."""
+        self._check_range(start, stop)
+        # Rows from `low` on start at `start` or later, those from `high` on at `stop` or later.
+        item = self.dtype.itemsize
+        low, high = (bisect.bisect_left(self._starts, x * item) for x in (start, stop))
+        first, last = (bisect.bisect_left(self.documents, row) for row in (low, high))
+        return self._start_bytes(self.documents[first:last]) // self.dtype.itemsize
+
     def document_lengths(self) -> Ints:
         """Tokens of every document, [M - 1]."""
         return np.diff(self._start_bytes(self.documents)) // self.dtype.itemsize
@@ -220,9 +239,9 @@ class IndexedFile:
         )
 
     def fingerprint(self) -> str:
-        """A cheap content hash: sizes, and the first and last MiB of both files."""
+        """A cheap content hash: sizes, and the first and last MiB of each file."""
         hasher, span = xxhash.xxh3_128(), 1 << 20
-        for ending in (".idx", ".bin"):
+        for ending in (".idx", ".bin", *([] if self.mask is None else [".mask"])):
             size = _size(self.prefix, ending)
             hasher.update(struct.pack("<Q", size))
             with open(self.prefix + ending, "rb") as file:
@@ -243,148 +262,3 @@ def _size(prefix: str, ending: str) -> int:
     if size == 0:
         raise DataError(f"{path}: 0 bytes: empty, or its writing was cut off")
     return size
-
-
-class IndexedWriter:
-    """Writes a token file under temporary names and renames it when the `with` block ends well.
-
-    A block left by an exception leaves nothing behind. One writer a prefix: a second one is refused
-    with DataError while the first lives. `sidecar`, if set, becomes `PREFIX.json`.
-    """
-
-    def __init__(self, prefix: str | os.PathLike[str], vocab: int) -> None:
-        self.prefix = os.fspath(prefix)
-        self.vocab = vocab
-        self.dtype = token_dtype(vocab)
-        self.sidecar: dict[str, Any] | None = None
-        self._lengths: list[NDArray[np.int32]] = []
-        self._offsets: list[Ints] = []
-        self._documents: list[Ints] = [np.zeros(1, np.int64)]
-        self._rows = 0
-        self._bytes = 0
-
-    def __enter__(self) -> Self:
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._file = _open_alone(self._part(".bin"))
-        return self
-
-    def _part(self, ending: str) -> str:
-        return f"{self.prefix}{ending}.part"
-
-    def add(self, tokens: Ints) -> None:
-        """Appends one document, its end-of-document token included."""
-        self.add_documents(tokens, np.array([len(tokens)], np.int64))
-
-    def add_documents(self, tokens: NDArray[Any], lengths: Ints) -> None:
-        """Appends documents of `lengths` tokens, which lie one after the other in `tokens`."""
-        assert int(lengths.sum()) == len(tokens), (int(lengths.sum()), len(tokens))
-        if len(lengths) == 0:
-            return
-        if lengths.min() < 1 or lengths.max() > _MAX_LENGTH:
-            raise DataError(f"a document has 1 to {_MAX_LENGTH} tokens, not {lengths.tolist()}")
-        if tokens.min() < 0 or tokens.max() >= self.vocab:
-            at = int(((tokens < 0) | (tokens >= self.vocab)).argmax())
-            ends = np.cumsum(lengths)
-            document = int(np.searchsorted(ends, at, side="right"))
-            raise DataError(
-                f"{self.prefix}: document {self._rows + document}, offset "
-                f"{at - ends[document] + lengths[document]}: token id {tokens[at]} is outside the "
-                f"vocabulary of {self.vocab}"
-            )
-        starts = self._bytes + (np.cumsum(lengths) - lengths) * self.dtype.itemsize
-        self._file.write(tokens.astype(self.dtype).tobytes())
-        self._add_rows(lengths, starts, self._rows + 1 + np.arange(len(lengths), dtype=np.int64))
-        self._bytes += len(tokens) * self.dtype.itemsize
-
-    def add_file(self, file: IndexedFile) -> None:
-        """Appends all of another token file of the same dtype, as stored."""
-        if file.dtype != self.dtype:
-            raise DataError(f"{file.prefix}: tokens are {file.dtype}, the others are {self.dtype}")
-        with open(f"{file.prefix}.bin", "rb") as source:
-            shutil.copyfileobj(source, self._file, 1 << 22)
-        self._add_rows(file.lengths, self._bytes + file.offsets, self._rows + file.documents[1:])
-        self._bytes += file.bin_bytes
-
-    def _add_rows(self, lengths: NDArray[Any], offsets: Ints, boundaries: Ints) -> None:
-        self._lengths.append(lengths.astype("<i4"))
-        self._offsets.append(offsets.astype("<i8"))
-        self._documents.append(boundaries.astype("<i8"))
-        self._rows += len(lengths)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with self._file:
-            try:
-                if kind is None:
-                    self._commit()
-                    return
-            except BaseException:
-                self._discard()
-                raise
-            self._discard()
-
-    def _discard(self) -> None:
-        # The tokens' name is the lock between writers, so it goes last and while the lock is still
-        # held.
-        for ending in (".json", ".idx", ".bin"):
-            Path(self._part(ending)).unlink(missing_ok=True)
-
-    def _commit(self) -> None:
-        if not self._rows:
-            raise DataError(f"{self.prefix}: no documents to write")
-        _sync(self._file)
-        boundaries = sum(map(len, self._documents))
-        code = next(code for code, kind in _TOKEN_DTYPES.items() if np.dtype(kind) == self.dtype)
-        with open(self._part(".idx"), "wb") as file:
-            file.write(_HEADER.pack(_MAGIC, 1, code, self._rows, boundaries))
-            for arrays in (self._lengths, self._offsets, self._documents):
-                file.writelines(array.tobytes() for array in arrays)
-            _sync(file)
-        if self.sidecar is not None:
-            with open(self._part(".json"), "wb") as file:
-                file.write(json.dumps(self.sidecar, indent=1).encode() + b"\n")
-                _sync(file)
-        # Old and new files must never stand side by side: the old tokens go first and the new ones
-        # come last, which also lets the next writer in.
-        Path(f"{self.prefix}.bin").unlink(missing_ok=True)
-        Path(f"{self.prefix}.json").unlink(missing_ok=True)
-        if self.sidecar is not None:
-            os.replace(self._part(".json"), f"{self.prefix}.json")
-        os.replace(self._part(".idx"), f"{self.prefix}.idx")
-        os.replace(self._part(".bin"), f"{self.prefix}.bin")
-
-
-def merge(prefixes: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
-    """Joins token files of one dtype into one: the documents of the first, then the second, …"""
-    files = [IndexedFile(prefix) for prefix in prefixes]
-    if not files:
-        raise DataError("merge needs at least one token file")
-    writer = IndexedWriter(output, vocab=_MAX_LENGTH)
-    writer.dtype = files[0].dtype
-    with writer:
-        for file in files:
-            writer.add_file(file)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _open_alone(path: str) -> BinaryIO:
-    """Opens `path` empty for writing under a lock that the system drops when the process dies."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between opening and locking, the former writer may have renamed or removed the file.
-        if not os.path.exists(path) or not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-            raise BlockingIOError
-        file.truncate()
-    except BlockingIOError:
-        file.close()
-        raise DataError(f"{path}: another process is writing this token file") from None
-    return file

@@ -3,7 +3,8 @@
 Step n of a run (from 1) sees the global batch of samples `[cursor, cursor + global_batch)`, where
 the cursor is the number of samples seen before: one integer, whatever the layout, the micro-batch
 size or the restarts. Arrays are numpy's; a sample is `seq` inputs and the `seq` labels one token
-further on.
+further on. With packing the index's document boundaries cut it into documents; what tokens are in
+them never does. A file of conversations has rows of whole conversations instead.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -22,7 +24,9 @@ import xxhash
 
 from penteract.data.blend import Blend
 from penteract.data.indexed import DataError, IndexedFile, Ints
-from penteract.data.order import SourceOrder, count_samples, split_samples
+from penteract.data.order import SourceOrder, split_samples
+from penteract.data.rows import rows_of
+from penteract.data.samples import Samples
 from penteract.data.tokenizers import Tokenizer
 from penteract.errors import UserError
 
@@ -48,34 +52,24 @@ def micro_batches(global_batch: int, micro_batch: int, dp: int, rank: int) -> li
     ]
 
 
-def _cut(file: IndexedFile, samples: Ints, seq: int) -> tuple[Ints, Ints]:
-    """Inputs and labels [n, seq] of the samples [n] of a file; label[:, j] is the token after j."""
-    rows = np.empty((len(samples), seq + 1), np.int64)
-    for row, sample in zip(rows, samples.tolist(), strict=True):
-        row[:] = file.read(sample * seq, sample * seq + seq + 1)
-    return rows[:, :-1], rows[:, 1:]
-
-
 @dataclass(frozen=True)
 class SampleId:
-    """What one sample of a run is: tokens [first_token, last_token] of a source, both included."""
+    """What one sample of a run is."""
 
     index: int  # in the run, from 0
     source: str
     epoch: int  # of the source, from 0
     sample: int  # in the source
-    first_token: int
-    last_token: int
-    first_document: int
-    last_document: int
+    place: str  # of its tokens and of the last label, or of its conversations
 
 
 class TrainSource:
     """The samples of a run: sources mixed by weight, each in an order of its own every epoch.
 
     `sources` are (prefix, weight); a source with weight None weighs as many samples as it holds.
-    The last `valid_fraction` of each source is left out. Raises DataError for bad files or too few
-    samples for one global batch, UserError for bad weights.
+    The last `valid_fraction` of each source is left out. With `packing` samples are cut into their
+    documents, whose last tokens count only to `predict_across`. Raises DataError for bad files or
+    too few samples for one global batch, UserError for bad weights.
     """
 
     def __init__(
@@ -87,15 +81,18 @@ class TrainSource:
         vocab: int | None = None,
         valid_fraction: float = 0.0,
         global_batch: int = 1,
+        packing: bool = False,
+        predict_across: bool = False,
     ) -> None:
         if not sources:
             raise UserError("data.train names no source")
         self.seq = seq
-        self.files = [IndexedFile(prefix, vocab) for prefix, _ in sources]
-        self.sizes: list[int] = []
-        for file in self.files:
-            held = count_samples(file.tokens, seq, file.prefix)
-            self.sizes.append(len(split_samples(held, valid_fraction, file.prefix)[0]))
+        files = [IndexedFile(prefix, vocab) for prefix, _ in sources]
+        how = {"packing": packing, "predict_across": predict_across}
+        self.rows = [rows_of(file, seq, **how) for file in files]
+        self.sizes = [
+            len(split_samples(len(rows), valid_fraction, rows.file.prefix)[0]) for rows in self.rows
+        ]
         if sum(self.sizes) < global_batch:
             sizes = " + ".join(map(str, self.sizes))
             raise DataError(
@@ -107,15 +104,22 @@ class TrainSource:
         self.blend = Blend([size if weight is None else weight for (_, weight), size in pairs])
         self._orders = [SourceOrder(size, seed, i) for i, size in enumerate(self.sizes)]
 
-    def samples(self, indices: Sequence[int] | range | Ints) -> tuple[Ints, Ints]:
-        """Inputs and labels [n, seq] of samples `indices` [n] of the run."""
+    def samples(self, indices: Sequence[int] | range | Ints) -> Samples:
+        """Samples `indices` [n] of the run."""
+        parts = [self.rows[i].samples(numbers) for i, numbers in self._by_source(indices)]
+        return Samples.joined(parts or [self.rows[0].samples([])])
+
+    def lengths(self, indices: Sequence[int] | range | Ints) -> tuple[int, ...]:
+        """Lengths of the documents of samples `indices`, as in `samples`; reads no token."""
+        parts = [self.rows[i].lengths(numbers) for i, numbers in self._by_source(indices)]
+        return tuple(length for part in parts for length in part)
+
+    def _by_source(self, indices: Sequence[int] | range | Ints) -> Iterator[tuple[int, list[int]]]:
+        """Sources, each with the numbers of its rows that follow each other in `indices`."""
         source, _, sample = self._locate(np.asarray(indices, np.int64))
-        tokens = np.empty((len(source), self.seq), np.int64)
-        labels = np.empty_like(tokens)
-        for i in np.unique(source).tolist():
-            mine = source == i
-            tokens[mine], labels[mine] = _cut(self.files[i], sample[mine], self.seq)
-        return tokens, labels
+        pairs = zip(source.tolist(), sample.tolist(), strict=True)
+        for i, found in groupby(pairs, key=lambda pair: pair[0]):
+            yield i, [number for _, number in found]
 
     def _locate(self, indices: Ints) -> tuple[Ints, Ints, Ints]:
         """Source, epoch and sample number in the source, [n] each."""
@@ -134,15 +138,14 @@ class TrainSource:
         return [self._describe(*map(int, place)) for place in places]
 
     def _describe(self, index: int, source: int, epoch: int, sample: int) -> SampleId:
-        file, first = self.files[source], sample * self.seq
-        documents = file.document_of(first), file.document_of(first + self.seq)
-        return SampleId(index, file.name, epoch, sample, first, first + self.seq, *documents)
+        rows = self.rows[source]
+        return SampleId(index, rows.file.name, epoch, sample, rows.place(sample))
 
     def fingerprint(self) -> str:
         """Changes when the files, their order or their weights do; to be compared on resume."""
         hasher = xxhash.xxh3_128()
-        for file, size, weight in zip(self.files, self.sizes, self.blend.weights, strict=True):
-            hasher.update(f"{file.fingerprint()} {size} {weight}\n".encode())
+        for rows, size, weight in zip(self.rows, self.sizes, self.blend.weights, strict=True):
+            hasher.update(f"{rows.file.fingerprint()} {size} {weight}\n".encode())
         return hasher.hexdigest()
 
 
@@ -150,7 +153,8 @@ class ValidSource:
     """A fixed set of samples in file order, the same at every evaluation.
 
     It is the first `sequences` samples of the file, or of its last `valid_fraction`; all of them
-    where `sequences` is None or more than there are. Raises DataError where there is none.
+    where `sequences` is None or more than there are. `packing` and `predict_across` are those of
+    `TrainSource`. Raises DataError where there is no sample.
     """
 
     def __init__(
@@ -161,26 +165,29 @@ class ValidSource:
         vocab: int | None = None,
         sequences: int | None = None,
         valid_fraction: float | None = None,
+        packing: bool = False,
+        predict_across: bool = False,
     ) -> None:
         assert sequences is None or sequences > 0, sequences
-        self.file = IndexedFile(prefix, vocab)
-        self.name = self.file.name
+        file = IndexedFile(prefix, vocab)
+        self.rows = rows_of(file, seq, packing=packing, predict_across=predict_across)
+        self.name = file.name
         self.seq = seq
-        held = range(count_samples(self.file.tokens, seq, self.file.prefix))
+        held = range(len(self.rows))
         if valid_fraction is not None:
-            held = split_samples(len(held), valid_fraction, self.file.prefix)[1]
+            held = split_samples(len(held), valid_fraction, file.prefix)[1]
         if not held:
-            raise DataError(f"{self.file.prefix}: valid_fraction {valid_fraction} holds no sample")
+            raise DataError(f"{file.prefix}: valid_fraction {valid_fraction} holds no sample")
         self._held = held if sequences is None else held[:sequences]
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def samples(self, indices: Sequence[int] | range | Ints) -> tuple[Ints, Ints]:
-        """Inputs and labels [n, seq] of samples `indices` [n] of [0, len)."""
+    def samples(self, indices: Sequence[int] | range | Ints) -> Samples:
+        """Samples `indices` [n] of [0, len)."""
         wanted = np.asarray(indices, np.int64)
         assert len(wanted) == 0 or (wanted.min() >= 0 and wanted.max() < len(self)), wanted
-        return _cut(self.file, self._held.start + wanted, self.seq)
+        return self.rows.samples((self._held.start + wanted).tolist())
 
 
 class Prefetcher(Generic[T]):
@@ -263,12 +270,11 @@ def show(
     lines = []
     for found in source.describe(range(cursor, cursor + global_batch)):
         line = (
-            f"{found.index}  {found.source}  epoch {found.epoch}  sample {found.sample}  tokens "
-            f"{found.first_token} to {found.last_token}  documents {found.first_document} to "
-            f"{found.last_document}"
+            f"{found.index}  {found.source}  epoch {found.epoch}  sample {found.sample}  "
+            f"{found.place}"
         )
         if tokenizer is not None:
-            tokens, _ = source.samples([found.index])
+            tokens = source.samples([found.index]).tokens
             line += f"  {tokenizer.decode(tokens[0, :24].tolist())!r}"
         lines.append(line)
     return lines

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -44,10 +45,16 @@ class Tokenizer(Protocol):
     name: str
     vocab: int
     end_of_document: int
+    specials: Mapping[str, int]  # name of each special token, that which ends a document included
     hash: str  # of everything that decides ids, to be compared on resume
 
     def encode(self, text: str) -> Ints:
         """Ids of `text` [n], nothing added; a special token's name in it is plain text."""
+
+    def encode_marked(self, text: str) -> tuple[Ints, Ints]:
+        """Ids [n] of `text`, in which the names of special tokens mean these tokens, and the
+        characters [n, 2] from which and up to which each token is made.
+        """
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens and ids beyond the vocabulary give none."""
@@ -57,15 +64,29 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; 256 ends a document."""
+    """Ids 0 to 255 are the bytes of UTF-8; 256 ends a document, and a turn of a chat."""
 
     name = "bytes"
     vocab = 257
     end_of_document = 256
+    specials: Mapping[str, int] = MappingProxyType({"<|end|>": 256})
     hash = hashlib.sha256(b"bytes 0-255, end of document 256").hexdigest()
 
     def encode(self, text: str) -> Ints:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def encode_marked(self, text: str) -> tuple[Ints, Ints]:
+        ids, places, at = [np.empty(0, np.int64)], [np.empty((0, 2), np.int64)], 0
+        ((name, special),) = self.specials.items()
+        for piece in text.split(name):
+            plain = self.encode(piece)
+            # A byte that goes on with a character has 10 as its first bits.
+            first = at + np.cumsum((plain & 0xC0) != 0x80) - 1
+            at += len(piece)
+            ids += [plain, np.array([special])]
+            places += [np.stack([first, first + 1], 1), np.array([[at, at + len(name)]])]
+            at += len(name)
+        return np.concatenate(ids[:-1]), np.concatenate(places[:-1])  # no name after the last piece
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
@@ -106,14 +127,28 @@ class JsonTokenizer:
         self._inner.encode_special_tokens = True
         self._inner.no_truncation()
         self._inner.no_padding()
+        # It adds tokens that are not asked for, and moves the places of tokens off white space.
+        self._inner.post_processor = None
         ids = self._inner.get_vocab(with_added_tokens=True)
         self.name = Path(path).name
         self.vocab = max(ids.values()) + 1
         self.end_of_document = ids[_end_name(path, ids, end_of_document)]
+        added = self._inner.get_added_tokens_decoder()
+        self.specials: Mapping[str, int] = {
+            token.content: i for i, token in sorted(added.items()) if token.special
+        }
         self.hash = hashlib.sha256(content + b"%d" % self.end_of_document).hexdigest()
 
     def encode(self, text: str) -> Ints:
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def encode_marked(self, text: str) -> tuple[Ints, Ints]:
+        self._inner.encode_special_tokens = False
+        try:
+            found = self._inner.encode(text, add_special_tokens=False)
+        finally:
+            self._inner.encode_special_tokens = True
+        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._inner.decode([int(i) for i in ids if 0 <= i < self.vocab])

@@ -19,9 +19,10 @@ import pytest
 
 from penteract.data import documents
 from penteract.data.build import Build, Progress, build, inspect, read_sidecar, unigram_entropy
-from penteract.data.indexed import DataError, IndexedFile, IndexedWriter
+from penteract.data.indexed import DataError, IndexedFile
 from penteract.data.tokenizers import ByteTokenizer
 from penteract.data.workers import map_in_order
+from penteract.data.writer import IndexedWriter
 from penteract.errors import UserError
 
 DOCUMENTS = ["alpha", "zwölf €", "x", '"quoted"\nlines\n']

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penteract.data.indexed import DataError, IndexedFile, IndexedWriter, merge, token_dtype
+from penteract.data.indexed import DataError, IndexedFile, token_dtype
+from penteract.data.writer import IndexedWriter, merge
 
 GOLDEN = bytes.fromhex(
     "4d4d49444944580000 0100000000000000 08 0400000000000000 0500000000000000"
@@ -68,6 +69,8 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[li
             got = file.read(start, stop)
             assert got.dtype == np.int64
             assert got.tolist() == stream[start:stop]
+            began = [i for i in range(start, stop) if i == 0 or owner[i - 1] != owner[i]]
+            assert file.boundaries(start, stop).tolist() == began
     assert [file.document_of(i) for i in range(len(stream))] == owner
 
 
@@ -83,6 +86,12 @@ def test_stored_offsets_are_honoured(tmp_path: Path) -> None:
     assert file.read(1, 4).tolist() == [2, 5, 6]
     assert [file.document_of(i) for i in range(6)] == [0, 0, 0, 0, 0, 1]
     assert file.document_lengths().tolist() == [5, 1]
+    assert file.boundaries(0, 6).tolist() == [0, 5]
+    for documents in ([0, 1, 4], [0, 2, 4]):  # the row of no tokens begins one, or ends one
+        raw(prefix, [2, 0, 3, 1], [8, 8, 0, 14], documents, [5, 6, 7, 99, 1, 2, 99, 8])
+        file = IndexedFile(prefix)
+        found = [file.boundaries(i, i + 1).tolist() for i in range(6)]
+        assert found == [[0], [], [2], [], [], []]
 
 
 def test_positions_beyond_31_bits(tmp_path: Path) -> None:
@@ -99,6 +108,8 @@ def test_positions_beyond_31_bits(tmp_path: Path) -> None:
     assert big.read(3 * long - 2, 3 * long + 5).tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert [big.document_of(i) for i in (2**31 - 1, 2**31, 3 * long - 1, 3 * long)] == [1, 2, 2, 3]
     assert big.document_lengths().tolist() == lengths
+    assert big.boundaries(1, 3 * long + 5).tolist() == [long, 2 * long, 3 * long]
+    assert big.boundaries(long, 2 * long).tolist() == [long]
     os.truncate(f"{prefix}.bin", 2 * long - 2)
     with pytest.raises(DataError, match=f"document 0, sequence 0: {long} tokens"):
         IndexedFile(prefix)

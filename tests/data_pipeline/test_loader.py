@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penteract.data.indexed import DataError, IndexedFile, IndexedWriter
+from penteract.data.indexed import DataError, IndexedFile
 from penteract.data.loader import (
     Prefetcher,
     TrainSource,
@@ -21,6 +21,7 @@ from penteract.data.loader import (
     show,
 )
 from penteract.data.tokenizers import ByteTokenizer
+from penteract.data.writer import IndexedWriter
 from penteract.errors import UserError
 from penteract.testing import run_ranks
 
@@ -49,7 +50,8 @@ def source(prefixes: tuple[Path, Path], **changes: object) -> TrainSource:
 
 def test_labels_are_the_next_tokens(prefixes: tuple[Path, Path]) -> None:
     """Row 166: a sample reads seq + 1 tokens, and label[i] is token[i + 1], over document ends."""
-    tokens, labels = source(prefixes).samples(range(200))
+    samples = source(prefixes).samples(range(200))
+    tokens, labels = samples.tokens, samples.labels
     assert tokens.shape == labels.shape == (200, 8)
     assert tokens.dtype == labels.dtype == np.int64
     assert (tokens[:, 1:] == labels[:, :-1]).all()
@@ -61,13 +63,13 @@ def test_epochs_see_every_sample_once(prefixes: tuple[Path, Path]) -> None:
     train = TrainSource([(prefixes[0], None)], seq=8, seed=3)
     assert train.sizes == [24]
     for epoch in range(3):
-        tokens, _ = train.samples(range(24 * epoch, 24 * epoch + 24))
+        tokens = train.samples(range(24 * epoch, 24 * epoch + 24)).tokens
         assert sorted(tokens[:, 0].tolist()) == list(range(0, 192, 8))
 
 
 def test_blend_of_sources(prefixes: tuple[Path, Path]) -> None:
     train = source(prefixes)
-    tokens, _ = train.samples(range(400))
+    tokens = train.samples(range(400)).tokens
     second = np.cumsum(tokens[:, 0] >= 1000)
     assert abs(second - 0.3 * np.arange(1, 401)).max() < 1
     seen = Counter(tokens[tokens[:, 0] >= 1000, 0].tolist())
@@ -99,10 +101,10 @@ def test_micro_batches_refuse_nothing_sizes() -> None:
 
 def test_changing_the_batch_size_mid_run(prefixes: tuple[Path, Path]) -> None:
     """Row 184: batches of 6, then of 4, continue the same stream of samples."""
-    straight, _ = source(prefixes).samples(range(50))
+    straight = source(prefixes).samples(range(50)).tokens
     cursor, parts = 0, []
     for batch in (6, 6, 6, 4, 4, 4, 4, 16):
-        parts.append(source(prefixes).samples(range(cursor, cursor + batch))[0])
+        parts.append(source(prefixes).samples(range(cursor, cursor + batch)).tokens)
         cursor += batch
     assert (np.concatenate(parts) == straight).all()
 
@@ -112,7 +114,7 @@ def test_concurrent_processes_agree(prefixes: tuple[Path, Path]) -> None:
     before = sorted(path.name for path in prefixes[0].parent.iterdir())
 
     def take() -> list[list[int]]:
-        return source(prefixes).samples(range(100))[0].tolist()
+        return source(prefixes).samples(range(100)).tokens.tolist()
 
     results = run_ranks(take, 4) + run_ranks(take, 4)
     assert results == [take()] * 8
@@ -137,15 +139,17 @@ def test_token_outside_the_vocabulary(prefixes: tuple[Path, Path]) -> None:
 
 def test_describe_and_show(prefixes: tuple[Path, Path]) -> None:
     train = source(prefixes)
-    tokens, labels = train.samples(range(60))
+    samples = train.samples(range(60))
     file = IndexedFile(prefixes[0])
-    for found, row, label in zip(train.describe(range(60)), tokens, labels, strict=True):
+    rows = zip(train.describe(range(60)), samples.tokens, samples.labels, strict=True)
+    for found, row, label in rows:
         base = 1000 if found.source == "two" else 0
-        assert (row[0] - base, label[-1] - base) == (found.first_token, found.last_token)
-        assert found.first_token == found.sample * 8
+        first, last = found.sample * 8, found.sample * 8 + 8
+        assert (row[0] - base, label[-1] - base) == (first, last)
+        assert found.place.startswith(f"tokens {first} to {last}  documents ")
         if found.source == "one":
-            assert found.first_document == file.document_of(found.first_token)
-            assert found.last_document == file.document_of(found.last_token)
+            documents = f"{file.document_of(first)} to {file.document_of(last)}"
+            assert found.place.endswith(f"documents {documents}")
     assert [found.epoch for found in train.describe(range(60)) if found.source == "two"] == [
         n // 10 for n in range(18)
     ]
@@ -167,12 +171,13 @@ def test_fingerprint(prefixes: tuple[Path, Path]) -> None:
 def test_evaluation_is_the_same_every_time(prefixes: tuple[Path, Path]) -> None:
     """Row 180: fixed samples in file order, whatever was asked before."""
     valid = ValidSource(prefixes[0], seq=8, sequences=5)
-    first, labels = valid.samples(range(5))
+    samples = valid.samples(range(5))
+    first, labels = samples.tokens, samples.labels
     assert len(valid) == 5
     assert first[:, 0].tolist() == [0, 8, 16, 24, 32]
     assert (labels == first + 1).all()
     valid.samples([3])
-    assert (valid.samples(range(5))[0] == first).all()
+    assert (valid.samples(range(5)).tokens == first).all()
     assert valid.name == "one"
 
 
@@ -190,8 +195,8 @@ def test_held_out_samples_are_never_trained_on(prefixes: tuple[Path, Path]) -> N
     train = TrainSource([(prefixes[0], None)], seq=8, seed=1, valid_fraction=0.25)
     valid = ValidSource(prefixes[0], seq=8, valid_fraction=0.25)
     assert (train.sizes, len(valid)) == ([18], 6)
-    trained = set(train.samples(range(36))[1].ravel().tolist())
-    assert not trained & set(valid.samples(range(6))[1].ravel().tolist())
+    trained = set(train.samples(range(36)).labels.ravel().tolist())
+    assert not trained & set(valid.samples(range(6)).labels.ravel().tolist())
     assert len(trained) + 48 == 192
 
 
