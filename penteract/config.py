@@ -62,6 +62,11 @@ def resolve(config: Config) -> Config:
     """Fill in defaults that depend on other keys; check every rule that needs no world size."""
     _check_weights(config.data.train)
     _check_validation(config)
+    if config.data.predict_across and not config.data.packing:
+        raise ConfigError(
+            "data.predict_across = true needs data.packing = true: without packing every token "
+            "predicts the next one"
+        )
     ends = [until for until, _ in config.train.ramp]
     if ends != sorted(set(ends)):
         raise ConfigError(f"train.ramp: steps must rise, got {ends}")
@@ -122,6 +127,16 @@ def _resolve_model(model: ModelConfig, seq: int) -> ModelConfig:
             f"model.head_size = {head_size}: rotary positions need an even size; nearest: "
             f"model.head_size = {_nearest_multiples(head_size, 2)}"
         )
+    if model.softcap is not None and model.attention == "flash":
+        raise ConfigError(
+            f"model.softcap = {model.softcap}: the flash kernels have no soft cap; give "
+            f'model.attention = "flex" or "plain"'
+        )
+    if model.attention_dropout and model.attention != "plain":
+        raise ConfigError(
+            f"model.attention_dropout = {model.attention_dropout}: the fused kernels' masks would "
+            f'differ by layout; give model.attention = "plain", or use model.dropout'
+        )
     max_positions = model.max_positions or seq
     if model.family == "gpt2" and seq > max_positions:
         raise ConfigError(
@@ -174,9 +189,13 @@ def check_world(parallel: ParallelConfig, world: int) -> None:
     sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep", "etp")}
     check_layout(world, sizes, parallel.order)
     check_replicas(parallel.replicas, dp=world // (parallel.tp * parallel.cp * parallel.pp))
-    for axis in ("cp", "ep"):
-        if (size := getattr(parallel, axis)) != 1:
-            raise ConfigError(
-                f"parallel.{axis} = {size}: this release splits training over tp, pp and dp only; "
-                f"`penteract layout` draws any layout"
-            )
+    if parallel.cp_inner is not None and parallel.cp % parallel.cp_inner:
+        raise ConfigError(
+            f"parallel.cp_inner = {parallel.cp_inner} does not divide parallel.cp = {parallel.cp}: "
+            f"it can be {', '.join(map(str, divisors(parallel.cp)))}"
+        )
+    if parallel.ep != 1:
+        raise ConfigError(
+            f"parallel.ep = {parallel.ep}: this release splits training over tp, cp, pp and dp "
+            f"only; `penteract layout` draws any layout"
+        )

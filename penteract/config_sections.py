@@ -62,8 +62,20 @@ class ModelConfig:
     """RMSNorm over each query and key head."""
     bias: bool | None = Field(default=None, examples=[None, False, True])
     """Biases in linear layers; the family's habit unless given."""
+    window: Count | None = Field(default=None, examples=[None, 1, 3])
+    """Sliding window: a token attends to so many, itself included; to all before unless given."""
+    sinks: bool = Field(default=False, examples=[False, True])
+    """A learned score in each head that takes a share of the attention and gives nothing."""
+    softcap: Positive | None = Field(default=None, examples=[None, 1.5])
+    """Cap c of attention scores, c·tanh(score/c); needs attention = plain or flex."""
+    attention: Literal["flash", "plain", "flex"] = Field(
+        default="flash", examples=["flash", "plain"]
+    )
+    """What computes attention: torch's fused kernels, plain formulas, or FlexAttention."""
     dropout: Fraction = Field(default=0.0, examples=[0.0, 0.1])
     """Dropout on the embedding and on each block's two outputs."""
+    attention_dropout: Fraction = Field(default=0.0, examples=[0.0, 0.1])
+    """Dropout on attention's probabilities; needs attention = plain."""
     init_std: Positive = Field(default=0.02, examples=[0.02, 0.3])
     """Standard deviation of initial weights; output projections divide it by sqrt(2 layers)."""
 
@@ -74,8 +86,17 @@ class ParallelConfig:
 
     tp: Count = Field(default=1, examples=[1, 2, 3, 4, 8])
     """Tensor-parallel size."""
-    cp: Count = 1
-    """Context-parallel size."""
+    cp: Count = Field(default=1, examples=[1, 2, 3, 4])
+    """Context-parallel size: over how many ranks each sequence is cut."""
+    cp_comm: Literal["ring", "all_gather", "all_to_all", "hierarchical"] = Field(
+        default="ring", examples=["ring", "all_gather", "all_to_all", "hierarchical"]
+    )
+    """How attention reaches other context ranks: keys and values go around a ring, or all are
+    gathered, or heads are exchanged for rows, or hierarchical: heads in groups, a ring across."""
+    cp_inner: Count | None = None
+    """Ranks of a hierarchical group; the largest divisor of cp up to its root unless given."""
+    cp_overlap: bool = Field(default=True, examples=[True, False])
+    """Attend to what is there while keys and values travel."""
     pp: Count = Field(default=1, examples=[1, 2, 3, 4])
     """Pipeline-parallel size."""
     chunks: Count | None = Field(default=None, examples=[None, 2, 3])
@@ -146,6 +167,13 @@ class DataConfig:
     """Held-out tail of each training file, used where data.valid is empty."""
     seq: Count = Field(default=1024, examples=[1, 5, 8])
     """Tokens in a sequence."""
+    packing: bool = Field(default=False, examples=[False, True])
+    """Cut each sequence where a document starts: positions restart, attention stays inside."""
+    predict_across: bool = False
+    """With packing: a document's last token is to predict the next document's first."""
+    balance: bool = Field(default=False, examples=[False, True])
+    """Order the samples of each step so that attention costs alike in all micro-batches; without
+    packing all samples cost the same, and nothing changes."""
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json, relative to the TOML file."""
     end_of_document: str | None = None

@@ -31,6 +31,11 @@ def decoder(
         rope_theta=model.rope_theta if rotary else None,
         bias=model.bias,
         qk_norm=NormSpec("rms", model.norm_eps) if model.qk_norm else None,
+        window=model.window,
+        sinks=model.sinks,
+        softcap=model.softcap,
+        backend=model.attention,
+        dropout=model.attention_dropout,
     )
     mlp = MLPSpec(model.ffn, activation, model.bias)
     norms = NormSpec(norm, model.norm_eps)

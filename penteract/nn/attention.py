@@ -8,19 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from penteract.mesh import Axis
-from penteract.nn.attention_kernels import Backend, attend, attend_cached
 from penteract.nn.build import Build
 from penteract.nn.norm import Norm, NormSpec
 from penteract.nn.rope import apply_rotary
-from penteract.nn.sequences import Sequences
-from penteract.parallel.parameters import Boundary
+from penteract.nn.sequences import Noise, Sequences
+from penteract.parallel.context.blocks import newest
+from penteract.parallel.context.exchange import attend
+from penteract.parallel.context.kernels import Backend, Kernel, dropping, kernel_of
+from penteract.parallel.context.score_dropout import Drop
+from penteract.parallel.parameters import Boundary, Layer, data_partial
 from penteract.parallel.tensor import ColumnLinear, Features, RowLinear
-from penteract.placement import split_range
+from penteract.placement import Box, Init, Piece, Placement, split_range
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Heads, and what is done to queries and keys before attention."""
+    """Heads, what is done to queries and keys before attention, and what a query sees."""
 
     heads: int
     kv_heads: int
@@ -28,6 +31,11 @@ class AttentionSpec:
     rope_theta: float | None  # None: positions are not rotary
     bias: bool
     qk_norm: NormSpec | None
+    window: int | None = None  # tokens that a token attends to, itself included; None: all before
+    sinks: bool = False  # a learned score in each head that takes a share and gives nothing
+    softcap: float | None = None  # c of c·tanh(score/c)
+    backend: Backend = "flash"
+    dropout: float = 0.0  # of probabilities
 
 
 class Cache:
@@ -79,7 +87,7 @@ class Heads:
         return torch.cat([head.expand(*sizes, n, -1) for head, n in parts], dim=-2)
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """The stream → the stream: q, k, v side by side in one projection, attention, output."""
 
     def __init__(
@@ -88,11 +96,10 @@ class Attention(nn.Module):
         hidden: int,
         spec: AttentionSpec,
         build: Build,
-        *,
-        backend: Backend = "flash",
     ) -> None:
         super().__init__()
-        self.spec, self.backend, self.recompute = spec, backend, build.recompute
+        self.spec, self.recompute, self.exchange = spec, build.recompute, build.exchange
+        self.kernel, self.name = kernel_of(spec.backend, spec.softcap), name
         self.stream = build.tp.stream
         self.boundary = Boundary.of(name, hidden, self.stream)
         self.heads = heads = Heads.of(spec, build.tp.axis)
@@ -111,14 +118,33 @@ class Attention(nn.Module):
                 Norm(f"{name}.{x}_norm", d, spec.qk_norm, build, heads=heads_of)
                 for x, heads_of in (("q", q), ("k", k))
             )
+        self.sinks: nn.Parameter | None
+        if spec.sinks:
+            start, stop = heads.q
+            box = Box((start,), (stop - start,))
+            piece = Piece(f"{name}.sinks", (spec.heads,), box, (0,))
+            placement = Placement(
+                box.size, (piece,), data_partial("split"), Init("zeros"), decay=False
+            )
+            self.declare("sinks", placement, dtype)
+        else:
+            self.register_parameter("sinks", None)
 
-    def forward(self, x: Tensor, sequences: Sequences, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        sequences: Sequences,
+        noise: Noise | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
         qkv = self.qkv(x, sequences.part(self.stream).sizes)  # [t, (a+2g)d/tp]
-        out = self.recompute("core", self._core, qkv, sequences, cache)  # [t, a·d/tp]
+        out = self.recompute("core", self._core, qkv, sequences, noise, cache)  # [t, a·d/tp]
         result: Tensor = self.o(out)
         return result
 
-    def _core(self, qkv: Tensor, sequences: Sequences, cache: Cache | None) -> Tensor:
+    def _core(
+        self, qkv: Tensor, sequences: Sequences, noise: Noise | None, cache: Cache | None
+    ) -> Tensor:
         d = self.spec.head_size
         q, k, v = (y.unflatten(1, (-1, d)) for y in qkv.split(self.qkv.sizes, dim=1))
         # q [t, a/tp, d], k and v [t, g/tp, d]
@@ -128,19 +154,40 @@ class Attention(nn.Module):
             wide = torch.promote_types(q.dtype, torch.float32)
             cos, sin = sequences.rotary(d, self.spec.rope_theta, wide)
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        return self._attend(q, k, v, sequences, cache).flatten(1)
+        if cache is not None:
+            return self._cached(q, k, v, sequences, cache).flatten(1)
+        return self._attend(q, k, v, sequences, self._kernel(noise)).flatten(1)
+
+    def _kernel(self, noise: Noise | None) -> Kernel:
+        rate = self.spec.dropout
+        if noise is None or rate == 0.0:
+            return self.kernel
+        heads = tuple(range(*self.heads.q))
+        return dropping(
+            self.kernel, Drop(rate, noise.seed, noise.stream(f"{self.name}.scores"), heads)
+        )
+
+    def _cached(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, cache: Cache
+    ) -> Tensor:
+        n, window = len(sequences.lengths), self.spec.window
+        k, v = (x.unflatten(0, (n, -1)) for x in (k, v))
+        k, v = cache.append(k, v)  # [n, s, g/tp, d] of all tokens so far
+        if sequences.past == 0:
+            return self._attend(q, k.flatten(0, 1), v.flatten(0, 1), sequences, self.kernel)
+        assert len(q) == n, "after the prompt, tokens come one at a time"
+        k, v = (self.heads.spread(x[:, -(window or 0) :]) for x in (k, v))
+        return newest(q, k, v, self.sinks, self.kernel)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, cache: Cache | None
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, kernel: Kernel
     ) -> Tensor:
-        lengths, spread = sequences.lengths, self.heads.spread
-        if cache is None:
-            return attend(q, spread(k), spread(v), lengths, backend=self.backend)[0]
-        n = len(lengths)
-        q, k, v = (x.unflatten(0, (n, -1)) for x in (q, k, v))
-        k, v = (spread(x) for x in cache.append(k, v))
-        if sequences.past == 0:
-            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-            return attend(q, k, v, lengths, backend=self.backend)[0]
-        assert q.shape[1] == 1, "after the prompt, tokens come one at a time"
-        return attend_cached(q, k, v, backend=self.backend)
+        return attend(
+            q,
+            self.heads.spread(k),
+            self.heads.spread(v),
+            exchange=self.exchange,
+            plan=sequences.plan(self.exchange, self.spec.window),
+            kernel=kernel,
+            sinks=self.sinks,
+        )

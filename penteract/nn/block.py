@@ -54,7 +54,7 @@ class Block(nn.Module):
     def _attention(
         self, x: Tensor, sequences: Sequences, noise: Noise | None, cache: Cache | None
     ) -> Tensor:
-        y = self.attention(self.attention_norm(x), sequences, cache)
+        y = self.attention(self.attention_norm(x), sequences, noise, cache)
         return x + self._drop(y, "attention", sequences, noise)
 
     def _mlp(self, x: Tensor, sequences: Sequences, noise: Noise | None) -> Tensor:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from penteract.mesh import single
+from penteract.parallel.context.exchange import Exchange
+from penteract.parallel.context.ring import Ring
 from penteract.parallel.recompute import Recompute
 from penteract.parallel.tensor import TensorParallel
 from penteract.placement import Init
@@ -22,3 +25,4 @@ class Build:
     recompute: Recompute = field(default_factory=Recompute)
     vocab_multiple: int = 1  # rows of the vocabulary on a rank are padded to a multiple of it
     tied: bool = False  # embedding and head are one tensor, maybe on two pipeline ranks
+    exchange: Exchange = field(default_factory=lambda: Ring(single("cp")))  # of attention

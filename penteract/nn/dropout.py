@@ -11,8 +11,8 @@ from penteract.random import keep_runs
 def dropout(x: Tensor, rate: float, *, name: str, rows: Tensor, noise: Noise | None) -> Tensor:
     """x [t, h] with each element zeroed with probability `rate`, the others divided by 1 - rate.
 
-    `rows` [t] numbers the tokens in the whole micro-batch. The identity without `noise`
-    (evaluation).
+    `rows` [t] numbers the tokens in the whole micro-batch; what −1, padding, gets does not matter.
+    The identity without `noise` (evaluation).
     """
     if noise is None or rate == 0.0:
         return x

@@ -24,6 +24,7 @@ from penteract.nn.embedding import Embedding
 from penteract.nn.loss import CROSS_ENTROPY, Head, Objective
 from penteract.nn.norm import Norm, NormSpec
 from penteract.nn.sequences import MicroBatch, Noise, Sequences
+from penteract.parallel.context.exchange import Exchange
 from penteract.parallel.pipeline.executor import Output
 from penteract.parallel.recompute import Recompute
 from penteract.parallel.tensor import TensorParallel
@@ -66,6 +67,7 @@ class Stage(nn.Module):
         recompute: Sequence[str] = (),
         vocab_multiple: int = 1,
         embedding: Embedding | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
         self.spec, self.tp = spec, tp
@@ -73,6 +75,8 @@ class Stage(nn.Module):
         output_std = spec.init_std / math.sqrt(2 * max(1, len(spec.blocks)))
         inits = Init("normal", spec.init_std), Init("normal", output_std)
         build = Build(tp, dtype, *inits, vocab_multiple=vocab_multiple, tied=spec.tied)
+        if exchange is not None:
+            build = dataclasses.replace(build, exchange=exchange)
         self.names = tuple(spec.layer_names if names is None else names)
         start = spec.layer_names.index(self.names[0]) if self.names else 0
         assert self.names == spec.layer_names[start : start + len(self.names)], "not a slice"

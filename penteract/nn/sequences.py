@@ -1,17 +1,24 @@
 """Which rows of the residual stream `[t, h]` belong to which sequence, and what they are for.
 
 `Sequences` is the only source of positions, masks and loss weights. A micro-batch of equal lengths
-and a row of packed documents are the same thing: rows of one stream, cut into sequences.
+and a row of packed documents are the same thing: rows of one stream, cut into sequences. With
+context parallelism a rank has the rows of its `Cut`: tokens, labels, positions and weights are cut
+here, by that alone, and attention follows it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penteract.mesh import Axis
+from penteract.parallel.context.cut import Cut
+from penteract.parallel.context.exchange import Exchange
 from penteract.placement import even_sizes
 
 
@@ -26,20 +33,23 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Lengths on the host; positions, global row numbers and loss weights on the device.
+    """The cut on the host; this rank's positions, row numbers and loss weights on the device.
 
     Attention is causal inside each sequence and never crosses from one to another.
     """
 
-    lengths: tuple[int, ...]
-    positions: Tensor  # [t] int64: place in its sequence
-    rows: Tensor  # [t] int64: number of the token in the whole micro-batch; keys dropout
-    weights: Tensor  # [t] loss weights, 0 where a token does not count
+    cut: Cut
+    positions: Tensor  # [t/cp] int64: place in its sequence; 0 where a row is padding
+    rows: Tensor  # [t/cp] int64: number of the token in the whole micro-batch; −1 where padding
+    weights: Tensor  # [t/cp] loss weights, 0 where a token does not count
     past: int = 0  # tokens of each sequence already in a key/value cache
     _tables: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
     _parts: dict[tuple[int, int], Rows] = field(default_factory=dict, repr=False, compare=False)
+    _plans: dict[tuple[Exchange, int | None], Any] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(
@@ -49,20 +59,40 @@ class Sequences:
         weights: Tensor | None = None,
         past: int = 0,
         device: torch.device | str = "cpu",
+        cp: Axis | None = None,
     ) -> Sequences:
-        """Sequences one behind the other; every token counts 1 unless `weights` [t] are given."""
-        total = sum(lengths)
-        longest = torch.arange(past, past + max(lengths, default=0), device=device)
-        if len(set(lengths)) <= 1:
-            positions = longest.repeat(len(lengths))
-        else:
-            positions = torch.cat([longest[:n] for n in lengths])
-        if weights is None:
-            weights = torch.ones(total, device=device)
-        if weights.shape != (total,):
-            raise ValueError(f"{total} tokens in sequences, but weights of shape {weights.shape}")
-        rows = torch.arange(total, device=device)
-        return cls(lengths, positions, rows, weights, past)
+        """Sequences one behind the other, cut over `cp`; every token counts 1 unless `weights` [t]
+        are given.
+        """
+        size, rank = (1, 0) if cp is None else (cp.size, cp.rank)
+        cut = Cut.of(lengths, size)
+        every = torch.ones(cut.tokens) if weights is None else weights
+        if every.shape != (cut.tokens,):
+            raise ValueError(
+                f"{cut.tokens} tokens in sequences, but weights of shape {tuple(every.shape)}"
+            )
+        mine = torch.from_numpy(cut.take(every.numpy(), rank, fill=0))
+        positions = torch.from_numpy(cut.positions(rank)) + past
+        rows = torch.from_numpy(cut.rows(rank))
+        return cls(cut, positions, rows, mine, past).moved(lambda x: x.to(device))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the whole sequences."""
+        return self.cut.lengths
+
+    def plan(self, exchange: Exchange, window: int | None) -> Any:
+        """The exchange's plan of this micro-batch, made once."""
+        key = (exchange, window)
+        if key not in self._plans:
+            self._plans[key] = exchange.plan(self.cut, window, self.rows)
+        return self._plans[key]
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Sequences:
+        """The same with its tensors as `move` makes them."""
+        return Sequences(
+            self.cut, move(self.positions), move(self.rows), move(self.weights), self.past
+        )
 
     def part(self, axis: Axis) -> Rows:
         """This rank's rows of a stream that is split over `axis`; all where its size is 1."""
@@ -92,21 +122,30 @@ class Sequences:
 class MicroBatch:
     """One forward's input: the loss of row i is of predicting labels[i]."""
 
-    tokens: Tensor  # [t] int64
-    labels: Tensor  # [t] int64
+    tokens: Tensor  # [t/cp] int64
+    labels: Tensor  # [t/cp] int64
     sequences: Sequences
 
     @classmethod
-    def of_samples(
+    def of(
         cls,
-        tokens: Tensor,
-        labels: Tensor,
-        device: torch.device | str = "cpu",
+        tokens: NDArray[Any],
+        labels: NDArray[Any],
+        lengths: tuple[int, ...],
+        *,
+        weights: NDArray[Any] | None = None,
+        cp: Axis | None = None,
     ) -> MicroBatch:
-        """Samples of equal length, int64 [n, s], moved to `device` without waiting; n may be 0."""
-        n, s = tokens.shape
-        x, y = (a.reshape(-1).to(device, non_blocking=True) for a in (tokens, labels))
-        return cls(x, y, Sequences.of((s,) * n, device=device))
+        """This rank's rows, on the host, of tokens, labels and weights [t] of whole sequences."""
+        given = None if weights is None else torch.from_numpy(weights)
+        sequences = Sequences.of(lengths, weights=given, cp=cp)
+        rank = 0 if cp is None else cp.rank
+        tokens, labels = (sequences.cut.take(x, rank, fill=0) for x in (tokens, labels))
+        return cls(torch.from_numpy(tokens), torch.from_numpy(labels), sequences)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The same with its tensors as `move` makes them."""
+        return MicroBatch(move(self.tokens), move(self.labels), self.sequences.moved(move))
 
 
 @dataclass(frozen=True)

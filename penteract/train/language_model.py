@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from penteract.config import Config, ConfigError
 from penteract.data.build import read_sidecar
-from penteract.data.indexed import IndexedFile, Ints
+from penteract.data.indexed import Ints
 from penteract.data.loader import Prefetcher, TrainSource, ValidSource, micro_batches
+from penteract.data.packing import balanced, costs
+from penteract.data.rows import Rows
+from penteract.data.samples import Samples
 from penteract.data.synthetic import SyntheticSource
 from penteract.data.tokenizers import Tokenizer, load_tokenizer
 from penteract.families import model_spec
@@ -22,6 +25,7 @@ from penteract.nn.flops import training_flops
 from penteract.nn.loss import CROSS_ENTROPY, Objective
 from penteract.nn.model import Stages
 from penteract.nn.sequences import MicroBatch, Noise
+from penteract.parallel.context.exchanges import exchange_of
 from penteract.parallel.pipeline.executor import Output, Shape
 from penteract.parallel.pipeline.timeline import warning
 from penteract.parallel.tensor import TensorParallel
@@ -30,13 +34,19 @@ from penteract.train.pipeline import micro_batches_of
 from penteract.train.pipeline import plan as make_plan
 from penteract.train.task import Pipeline, Task
 
-Samples = tuple[Tensor, Tensor]  # tokens and labels, [n, s] each, of a micro-batch
+READ_STEPS = 8  # at least as many as are read ahead
 
 
 class Source(Protocol):
     """Where samples come from."""
 
-    def samples(self, indices: range) -> tuple[Ints, Ints]: ...
+    def samples(self, indices: range | Ints) -> Samples: ...
+
+
+class Measured(Source, Protocol):
+    """A source that tells the lengths of documents without reading them."""
+
+    def lengths(self, indices: range) -> tuple[int, ...]: ...
 
 
 def with_vocabulary(config: Config) -> tuple[Config, Tokenizer]:
@@ -56,10 +66,10 @@ def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Ta
     """This rank's task of a configuration, and the configuration with its vocabulary."""
     config, tokenizer = with_vocabulary(config)
     source, valid = train_source(config), _valid_sources(config)
-    files = {file.prefix: file for file in [*source.files, *(v.file for v in valid)]}
-    notes = [_note(file, config, tokenizer) for file in files.values()]
+    every = {rows.file.prefix: rows for rows in [*source.rows, *(v.rows for v in valid)]}
+    notes = [_note(rows, config, tokenizer) for rows in every.values()]
     task = pretraining_task(config, mesh, device, source)
-    validation = {v.name: _validation(config, v, mesh.axis("dp"), device) for v in valid}
+    validation = {v.name: _validation(config, v, mesh, device) for v in valid}
 
     def describe(step: int) -> list[str]:
         first = cursor(step - 1, config.train)
@@ -71,8 +81,12 @@ def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Ta
         "data": {
             "files": source.fingerprint(),
             "seq": config.data.seq,
+            # Absent is the same as None, in checkpoints from before these keys.
+            "packing": config.data.packing or None,
+            "predict_across": config.data.predict_across or None,
             "seed": config.data.seed,
         },
+        **_chat(source.rows),
     }
     task = dataclasses.replace(
         task, validation=validation, describe=describe, state=state, notes=[*notes, *task.notes]
@@ -80,8 +94,23 @@ def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Ta
     return task, config
 
 
-def _note(file: IndexedFile, config: Config, tokenizer: Tokenizer) -> str:
+def _chat(sources: Sequence[Rows]) -> dict[str, Any]:
+    """The template of the conversations among the sources, for `penteract generate --chat`."""
+    found = [(rows.file.prefix, (read_sidecar(rows.file) or {}).get("chat")) for rows in sources]
+    chats = [(prefix, chat) for prefix, chat in found if chat is not None]
+    for prefix, chat in chats[1:]:
+        if chat["hash"] != chats[0][1]["hash"]:
+            raise ConfigError(
+                f"{prefix} was made with the template {chat['name']}, hash {chat['hash'][:8]}, but "
+                f"{chats[0][0]} with {chats[0][1]['name']}, hash {chats[0][1]['hash'][:8]}: train "
+                f"on chats of one template"
+            )
+    return {"chat": chats[0][1]} if chats else {}
+
+
+def _note(rows: Rows, config: Config, tokenizer: Tokenizer) -> str:
     """What a token file holds; refuses one that was made with another tokenizer."""
+    file = rows.file
     facts = read_sidecar(file) or {}
     if facts.get("tokenizer_hash", tokenizer.hash) != tokenizer.hash:
         raise ConfigError(
@@ -90,7 +119,7 @@ def _note(file: IndexedFile, config: Config, tokenizer: Tokenizer) -> str:
             f"data.tokenizer is {config.data.tokenizer}, end of document "
             f"{tokenizer.end_of_document}, hash {tokenizer.hash[:8]}"
         )
-    note, entropy = f"{file.name}: {file.tokens} tokens", facts.get("unigram_entropy_nats")
+    note, entropy = f"{file.name}: {rows.note()}", facts.get("unigram_entropy_nats")
     return note if entropy is None else f"{note}, unigram entropy {entropy:.4f} nats a token"
 
 
@@ -109,22 +138,32 @@ def train_source(config: Config) -> TrainSource:
         vocab=config.model.vocab,
         valid_fraction=0.0 if data.valid else data.valid_fraction,
         global_batch=config.train.global_batch,
+        packing=data.packing,
+        predict_across=data.predict_across,
     )
 
 
 def synthetic_task(config: Config, mesh: Mesh, device: torch.device) -> Task:
     """The task on tokens that are made from data.seed."""
     data = config.data
-    source = SyntheticSource(seq=data.seq, vocab=model_spec(config.model).vocab, seed=data.seed)
+    source = SyntheticSource(
+        seq=data.seq,
+        vocab=model_spec(config.model).vocab,
+        seed=data.seed,
+        packing=data.packing,
+    )
     return pretraining_task(config, mesh, device, source)
 
 
-def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: Source) -> Task:
+def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: Measured) -> Task:
     """The task on the samples of `source`, without validation."""
     train, seq = config.train, config.data.seq
     spec, dp, parallel = model_spec(config.model), mesh.axis("dp"), config.parallel
     tp = TensorParallel(mesh.axis("tp"), parallel.sp, parallel.tp_overlap)
-    plan, dtype = make_plan(config), getattr(torch, train.dtype)
+    plan, dtype, cp = make_plan(config), getattr(torch, train.dtype), mesh.axis("cp")
+    exchange = exchange_of(
+        parallel.cp_comm, cp, inner=parallel.cp_inner, overlap=parallel.cp_overlap
+    )
     model = Stages(
         spec,
         tp,
@@ -132,18 +171,27 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: S
         dtype=dtype,
         recompute=parallel.recompute,
         vocab_multiple=parallel.vocab_multiple,
+        exchange=exchange,
     )
     objective = Objective(train.label_smoothing, train.z_loss)
 
-    def read(step: int) -> list[Samples]:
+    flops: dict[int, float] = {}  # of the last steps that were read
+
+    def read(step: int) -> list[MicroBatch]:
         first, batch = cursor(step - 1, train), global_batch(step, train)
         parts = micro_batches(batch, train.micro_batch, dp.size, dp.rank)
-        return [_read(source, range(first + p.start, first + p.stop), device) for p in parts]
+        flops.pop(step - READ_STEPS, None)
+        lengths = source.lengths(range(first, first + batch))
+        flops[step] = training_flops(spec, lengths)
+        order = np.arange(first, first + batch)
+        if config.data.balance:
+            order = first + balanced(costs(lengths, seq), train.micro_batch)
+        return [_read(source, order[p.start : p.stop], cp, device) for p in parts]
 
     ahead = _ReadAhead(read)
 
     def batches(step: int) -> list[MicroBatch]:
-        return [MicroBatch.of_samples(*samples, device=device) for samples in ahead(step)]
+        return [_on(device, batch) for batch in ahead(step)]
 
     def forward(
         stage: int, batch: MicroBatch, stream: Tensor | None, scale: Tensor, noise: Noise | None
@@ -165,7 +213,7 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: S
         forward=forward,
         count=lambda batch: batch.sequences.weights.sum(),
         tokens=lambda step: global_batch(step, train) * seq,
-        flops=lambda step: training_flops(spec, [seq] * global_batch(step, train)),
+        flops=lambda step: flops.get(step, 0.0),
         cursor=lambda step: cursor(step, train),
         close=ahead.close,
         pipeline=Pipeline(plan.placement, plan.schedule, boundary),
@@ -174,20 +222,27 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: S
     )
 
 
-def _read(source: Source, indices: range, device: torch.device) -> Samples:
-    tokens, labels = (torch.from_numpy(np.ascontiguousarray(a)) for a in source.samples(indices))
+def _read(source: Source, indices: range | Ints, cp: Axis, device: torch.device) -> MicroBatch:
+    """This context rank's rows of a micro-batch, on the host."""
+    found = source.samples(indices)
+    tokens, labels, weights = (x.reshape(-1) for x in (found.tokens, found.labels, found.weights))
+    batch = MicroBatch.of(tokens, labels, found.lengths, weights=weights, cp=cp)
     # From pinned memory a copy to the GPU runs beside its computation.
-    return (tokens.pin_memory(), labels.pin_memory()) if device.type == "cuda" else (tokens, labels)
+    return batch.moved(Tensor.pin_memory) if device.type == "cuda" else batch
+
+
+def _on(device: torch.device, batch: MicroBatch) -> MicroBatch:
+    return batch.moved(lambda x: x.to(device, non_blocking=True))
 
 
 class _ReadAhead:
     """Reads the steps that follow the first one asked for in a thread."""
 
-    def __init__(self, read: Callable[[int], list[Samples]]) -> None:
+    def __init__(self, read: Callable[[int], list[MicroBatch]]) -> None:
         self._read = read
-        self._prefetcher: Prefetcher[list[Samples]] | None = None
+        self._prefetcher: Prefetcher[list[MicroBatch]] | None = None
 
-    def __call__(self, step: int) -> list[Samples]:
+    def __call__(self, step: int) -> list[MicroBatch]:
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._read, first=step)
         return self._prefetcher.get(step)
@@ -207,17 +262,20 @@ def _valid_sources(config: Config) -> list[ValidSource]:
             vocab=config.model.vocab,
             sequences=config.train.eval_steps * config.train.global_batch,
             valid_fraction=data.valid_fraction if held_out else None,
+            packing=data.packing,
+            predict_across=data.predict_across,
         )
         for s in (data.train if held_out else data.valid)
     ]
 
 
 def _validation(
-    config: Config, source: ValidSource, dp: Axis, device: torch.device
+    config: Config, source: ValidSource, mesh: Mesh, device: torch.device
 ) -> Callable[[], Iterator[Any]]:
+    dp, cp = mesh.axis("dp"), mesh.axis("cp")
     parts = micro_batches(len(source), config.train.micro_batch, dp.size, dp.rank)
 
     def batches() -> Iterator[MicroBatch]:
-        return (MicroBatch.of_samples(*_read(source, p, device), device=device) for p in parts)
+        return (_on(device, _read(source, p, cp, device)) for p in parts)
 
     return batches

@@ -12,6 +12,7 @@ this rank, h hidden, l layers on it, e bytes a number and w at least float32's 4
 | tp    | vocabulary            | 2 all-reduces               | t·w and 3·t·w             |
 | tp    | gradients             | 1 all-reduce a step         | those partial over tp     |
 | tp    | norm                  | 1 all-reduce a step         | 8                         |
+| cp    | attention             | see `parallel.context`      | those of the exchange     |
 | pp    | streams               | 1 a stage whose next or     | t·h·e, with sp t·h·e/tp   |
 |       |                       | last one is elsewhere       |                           |
 | pp    | norm                  | 1 all-reduce a step         | 8                         |
@@ -25,8 +26,9 @@ this rank, h hidden, l layers on it, e bytes a number and w at least float32's 4
 
 A sum is an all-reduce, with sp a reduce-scatter. In forward 2l sums follow the halves of the blocks
 and one the embedding, and 2l gathers precede the halves and one the head; backward has a gather for
-each sum, and a sum for each gather. What needs embedding or head is sent where they are. Over tp a
-backward through the whole model is counted: where the first layers are frozen, less is sent.
+each sum, and a sum for each gather. What needs embedding or head is sent where they are. With
+context parallelism t is the rows of a rank, padding too. Over tp and cp a backward through the
+whole model is counted: where the first layers are frozen, less is sent.
 """
 
 from __future__ import annotations
@@ -41,10 +43,12 @@ from penteract.data.loader import micro_batches
 from penteract.families import model_spec
 from penteract.grid import Grid
 from penteract.mesh import Axis
+from penteract.nn.attention import Heads
 from penteract.nn.model import ModelSpec, Stages
 from penteract.optim.groups import group_of
 from penteract.optim.muon_plan import Matrix, plan
 from penteract.parallel.buckets import Bucket, Sharding, Units, at_least_float32, lay_out
+from penteract.parallel.context.traffic import Sizes, attention_bytes
 from penteract.parallel.parameters import declared_parameters
 from penteract.parallel.pipeline.actions import Action, actions
 from penteract.parallel.recompute import Recompute
@@ -80,13 +84,13 @@ def step_bytes(config: Config, grid: Grid, rank: int, *, step: int = 1) -> Sent:
     train, terms = config.train, 2 if config.train.z_loss else 1
     parts = micro_batches(global_batch(step, train), train.micro_batch, grid.dp, at["dp"])
     data, world = grid.size("dp-cp"), grid.world
-    sent: Sent = {"tp": {}, "pp": {}}
+    sent: Sent = {"tp": {}, "pp": {}, "cp": {}}
+    names = [n for names in held.values() for n in names]
     for part in parts:
-        tokens = len(part) * config.data.seq
-        messages = _micro_batch(
-            tokens, spec, tp, [n for names in held.values() for n in names], config
-        )
-        for what, size in messages.items():
+        tokens = -(-len(part) * config.data.seq // grid.cp)  # of a context rank
+        around = _attention(tokens, spec, tp, names, config, at["cp"])
+        sent["cp"]["attention"] = sent["cp"].get("attention", 0) + around
+        for what, size in _micro_batch(tokens, spec, tp, names, config).items():
             sent["tp"][what] = sent["tp"].get(what, 0) + size
         stream = _stream(tokens, spec, tp, config)
         sent["pp"]["streams"] = sent["pp"].get("streams", 0) + _crossings(plan, at["pp"]) * stream
@@ -218,6 +222,31 @@ def _micro_batch(
         "stream recomputed": again,
         "vocabulary": head * vocabulary,
     }
+
+
+def _attention(
+    rows: int,
+    spec: ModelSpec,
+    tp: TensorParallel,
+    held: Sequence[str],
+    config: Config,
+    rank: int,
+) -> int:
+    """What the attention of one micro-batch sends over cp on a rank that holds these layers."""
+    parallel, total = config.parallel, 0
+    for name in (name for name in held if name.startswith("layers.")):
+        number = int(name.removeprefix("layers."))
+        attention = spec.blocks[number].attention
+        heads = Heads.of(attention, tp.axis)
+        a, even = heads.q[1] - heads.q[0], len(set(heads.served)) <= 1
+        g = heads.kv[1] - heads.kv[0] if even else a
+        sizes = Sizes(rows, a, g, attention.head_size, getattr(torch, config.train.dtype))
+        sent = attention_bytes(
+            parallel.cp_comm, sizes, cp=parallel.cp, rank=rank, inner=parallel.cp_inner
+        )
+        again = Recompute.of(parallel.recompute, number).parts & {"layer", "attention", "core"}
+        total += (1 + len(again)) * sent.forward + sent.backward
+    return total
 
 
 def _model(

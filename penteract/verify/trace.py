@@ -101,8 +101,8 @@ class _Recorder:
             place = self.places.setdefault(id(module), len(self.places))
             for piece in boundary.pieces:
                 self.trace.places.setdefault((piece.tensor, type(module).__name__), place)
-            rows = self.batch.sequences.part(boundary.rows).rows
-            tokens = self.number * self.tokens + rows.cpu().numpy()
+            rows = self.batch.sequences.part(boundary.rows).rows.cpu().numpy()
+            tokens = np.where(rows < 0, rows, self.number * self.tokens + rows)
             number, kind = self.number, type(module).__name__
             self._keep("outputs", kind, number, (boundary, tokens, output))
             if output.requires_grad:
@@ -116,8 +116,8 @@ class _Recorder:
         self, what: str, kind: str, number: int, found: tuple[Boundary, Array, Tensor]
     ) -> None:
         boundary, tokens, x = found
-        into = getattr(self.trace, what)
-        values = x.detach().flatten(1)  # [rows, features]
+        into, real = getattr(self.trace, what), tokens >= 0  # without padding
+        values = x.detach().flatten(1)[torch.from_numpy(real)]  # [rows, features]
         for piece in boundary.pieces:
             key = (piece.tensor, kind)
             if (what, key, number) in self.seen:  # computed again for backward
@@ -126,6 +126,4 @@ class _Recorder:
             part = values[:, piece.local.slices()[0]].to(torch.float64, copy=True).cpu().numpy()
             partial = what == "gradients" and piece.tensor in boundary.partial
             features, width = piece.box.slices()[0], piece.shape[0]
-            into.setdefault(key, []).append(
-                Record(np.asarray(tokens), features, width, part, partial)
-            )
+            into.setdefault(key, []).append(Record(tokens[real], features, width, part, partial))

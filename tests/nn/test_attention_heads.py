@@ -6,10 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penteract.mesh import Axis
+from penteract.mesh import Axis, single
 from penteract.nn.attention import Attention, AttentionSpec, Heads
-from penteract.nn.attention_kernels import attend
 from penteract.nn.build import Build
+from penteract.parallel.context.cut import Cut
+from penteract.parallel.context.exchange import attend
+from penteract.parallel.context.kernels import kernel_of
+from penteract.parallel.context.ring import Ring
 from penteract.parallel.parameters import declared_parameters
 from penteract.parallel.tensor import TensorParallel
 from penteract.placement import Init
@@ -53,6 +56,13 @@ def test_every_query_head_is_computed_once_beside_its_keys(case: Sizes) -> None:
         assert [i for rank in ranks for i in range(*rank.kv)] == list(range(g))
 
 
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two sequences, of 3 and of 2 tokens."""
+    alone, cut = Ring(single("cp")), Cut.of((3, 2), 1)
+    plan = alone.plan(cut, None, q)
+    return attend(q, k, v, exchange=alone, plan=plan, kernel=kernel_of("plain"))
+
+
 @given(sizes)
 @EXAMPLES
 def test_what_ranks_compute_is_the_whole(case: Sizes) -> None:
@@ -64,13 +74,13 @@ def test_what_ranks_compute_is_the_whole(case: Sizes) -> None:
         return torch.randn(5, n, 4, generator=generator, dtype=torch.float64)
 
     q, k, v = heads(a), heads(g), heads(g)
-    whole, _ = attend(q, k, v, (3, 2), backend="plain")
+    whole = attended(q, k, v)
     parts = []
     for rank in every(case):
         keys, values = (rank.spread(x[:, slice(*rank.kv)]) for x in (k, v))
         mine = q[:, slice(*rank.q)]
         if mine.shape[1]:
-            parts.append(attend(mine, keys, values, (3, 2), backend="plain")[0])
+            parts.append(attended(mine, keys, values))
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
 
 

@@ -13,6 +13,7 @@ from penteract.nn.attention import Attention
 from penteract.nn.flops import training_flops
 from penteract.nn.model import ModelSpec, Stage
 from penteract.nn.sequences import MicroBatch, Sequences
+from penteract.parallel.context.kernels import kernel_of
 from penteract.parallel.parameters import materialise
 from penteract.parallel.tensor import TensorParallel
 
@@ -36,19 +37,21 @@ def test_llama3_8b() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_formula_equals_what_is_counted(name: str) -> None:
-    """The plain backend multiplies whole score matrices: twice the causal half of the formula."""
+    """The plain backend multiplies whole score matrices, twice the causal half of the formula, and
+    makes the scores again in backward.
+    """
     spec, lengths = spec_of(**MODELS[name]), (5, 3, 1)
     model = Stage(spec, TensorParallel(single("tp")), dtype=torch.float32)
     materialise(model, seed=0)
     for module in model.modules():
         if isinstance(module, Attention):
-            module.backend = "plain"
+            module.kernel = kernel_of("plain")
     tokens = torch.zeros(sum(lengths), dtype=torch.int64)
     batch = MicroBatch(tokens, tokens, Sequences.of(lengths))
     with FlopCounterMode(display=False) as counter:
         model(batch, scale=torch.ones(())).terms["loss"].backward()
-    half = sum(
-        6 * block.attention.heads * block.attention.head_size * sum(n * n for n in lengths)
+    more = sum(
+        (6 + 2) * block.attention.heads * block.attention.head_size * sum(n * n for n in lengths)
         for block in spec.blocks
     )
-    assert counter.get_total_flops() == training_flops(spec, lengths) + half
+    assert counter.get_total_flops() == training_flops(spec, lengths) + more

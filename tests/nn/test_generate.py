@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity.matrix import MODELS
+from parity.matrix import MODELS, SPLIT_MODELS
 from reference import bridge
 
 from penteract.config import resolve
@@ -13,28 +13,39 @@ from penteract.nn.attention import Attention
 from penteract.nn.generate import Sampling, generate
 from penteract.nn.model import Stage
 from penteract.nn.sequences import Sequences
+from penteract.parallel.context.kernels import Backend, kernel_of
 from penteract.parallel.parameters import materialise
 from penteract.parallel.tensor import TensorParallel
 
 F64 = torch.float64
 
 
-def model_of(name: str) -> Stage:
-    config = from_dict({"model": MODELS[name], "data": {"seq": 8}, "train": {"steps": 1}})
+def model_of(name: str, window: int | None = None) -> Stage:
+    model = {**SPLIT_MODELS[name], "window": window}
+    config = from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}})
     model = Stage(model_spec(resolve(config).model), TensorParallel(single("tp")), dtype=F64)
     materialise(model, seed=0)
     bridge.write(bridge.parameters(model), bridge.random_weights(bridge.parameters(model)))
     return model
 
 
-@pytest.mark.parametrize("backend", ["flash", "plain"])
-@pytest.mark.parametrize("name", MODELS)
+CASES = [
+    *((name, None, backend) for name in [*MODELS, "sinks"] for backend in ("flash", "plain")),
+    ("sinks", 3, "flash"),
+    ("sinks", 1, "plain"),
+    ("capped", 2, "plain"),
+]
+
+
+@pytest.mark.parametrize(("name", "window", "backend"), CASES)
 @torch.no_grad()
-def test_cached_logits_equal_those_of_a_whole_forward(name: str, backend: str) -> None:
-    model, n, s, more = model_of(name), 2, 3, 4
+def test_cached_logits_equal_those_of_a_whole_forward(
+    name: str, window: int | None, backend: Backend
+) -> None:
+    model, n, s, more = model_of(name, window), 2, 3, 4
     for module in model.modules():
         if isinstance(module, Attention):
-            module.backend = backend
+            module.kernel = kernel_of(backend, module.spec.softcap)
     tokens = torch.randint(7, (n, s + more), generator=torch.Generator().manual_seed(0))
     caches = model.new_caches(n, s + more)
     for length in range(s, s + more):

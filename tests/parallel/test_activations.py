@@ -87,7 +87,9 @@ def of_model(
             module.dropout = 0.1
     materialise(model, seed=0)
     tokens = (torch.arange(TOKENS) % VOCAB).view(-1, SEQ)
-    batch, scale, noise = MicroBatch.of_samples(tokens, tokens), torch.ones(()), Noise(0, 1, 0)
+    flat = tokens.flatten().numpy()
+    batch = MicroBatch.of(flat, flat, (SEQ,) * len(tokens))
+    scale, noise = torch.ones(()), Noise(0, 1, 0)
     return kept_bytes(lambda: model(batch, scale=scale, noise=noise).terms["loss"], model)
 
 

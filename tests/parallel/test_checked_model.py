@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,6 +26,8 @@ from penteract.nn.model import Stage
 from penteract.nn.norm import Norm
 from penteract.nn.sequences import MicroBatch, Noise
 from penteract.parallel import tensor
+from penteract.parallel.context.exchanges import Comm, exchange_of
+from penteract.parallel.context.kernels import Backend, kernel_of
 from penteract.parallel.parameters import declared_parameters, materialise, parameter_kinds
 from penteract.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, linear
 from penteract.testing import run_ranks, world_axis
@@ -41,7 +43,7 @@ DOCUMENTS = [
 def build(
     name: str,
     axis: Axis,
-    backend: str = "flash",
+    backend: Backend = "flash",
     *,
     sequence: bool = False,
     **options: Any,
@@ -53,7 +55,7 @@ def build(
     materialise(stage, seed=0)
     for module in stage.modules():
         if isinstance(module, Attention):
-            module.backend = backend
+            module.kernel = kernel_of(backend)
     return stage
 
 
@@ -67,7 +69,7 @@ def step(model: Stage) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {e.name: e.parameter.grad for e in declared_parameters(model)}
 
 
-def checked_step(name: str, axis: Axis, backend: str = "flash", **options: Any) -> None:
+def checked_step(name: str, axis: Axis, backend: Backend = "flash", **options: Any) -> None:
     """No call is refused, the types come out as declared, and no number changes."""
     model = build(name, axis, backend, **options)
     seeds = parameter_kinds(model, ["tp"])
@@ -86,7 +88,7 @@ def checked_step(name: str, axis: Axis, backend: str = "flash", **options: Any) 
 
 @pytest.mark.parametrize("backend", ["flash", "plain"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_is_typed_rightly_at_size_1(name: str, backend: str) -> None:
+def test_a_step_is_typed_rightly_at_size_1(name: str, backend: Backend) -> None:
     checked_step(name, single("tp"), backend)
 
 
@@ -121,6 +123,28 @@ def test_over_the_data_the_loss_is_a_part_of_the_sum() -> None:
             gradient = {axis: DUAL[kind.letter] for axis, kind in kinds.items()}
             assert typed(parameter.grad) == gradient
             assert gradient["dp"] == P
+
+
+def test_context_ranks_hold_parts_of_the_sum() -> None:
+    """Every exchange takes rows that are split over the axis, and gives such."""
+
+    def steps() -> None:
+        axis = world_axis("cp")
+        batch = bridge.micro_batch(DOCUMENTS, axis)
+        for comm in get_args(Comm):
+            model = build("llama", single("tp"), exchange=exchange_of(comm, axis))
+            with checking(parameter_kinds(model, ["tp", "cp"])):
+                declare(batch.tokens, axis, S(0))
+                loss = forward(model, batch)
+                assert typed(loss) == {"tp": I, "cp": S()}
+                declare(loss, axis, P).backward()
+            with (
+                checking(parameter_kinds(model, ["tp", "cp"])),
+                pytest.raises(KindError, match=r"Attention over 'cp' takes S\(0\).*found R"),
+            ):
+                forward(model, bridge.micro_batch(DOCUMENTS, axis))
+
+    run_ranks(steps, 2)
 
 
 def test_seeds_follow_the_placements() -> None:

@@ -89,7 +89,7 @@ def kept(model: Stage, run: Callable[[], Tensor]) -> dict[int, Tensor]:
 
 def test_less_is_kept() -> None:
     order: list[Kinds] = [
-        (), ("mlp",), ("core",), ("layer/2",), ("attention",), ("attention", "mlp"), ("layer",),
+        (), ("core",), ("mlp",), ("layer/2",), ("attention",), ("attention", "mlp"), ("layer",),
     ]  # fmt: skip
     found = []
     for kinds in order:

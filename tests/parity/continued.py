@@ -19,7 +19,7 @@ from penteract.testing import run_ranks
 TOLERANCE = 1e-9
 LAYOUT = (
     "tp", "dp", "sp", "recompute", "vocab_multiple", "overlap", "zero", "replicas", "bucket_bytes",
-    "pp", "chunks", "schedule", "cut",
+    "pp", "chunks", "schedule", "cut", "cp", "cp_comm",
 )  # fmt: skip
 
 

@@ -51,6 +51,16 @@ SPLIT_MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "layers": 7, "hidden": 6, "ffn": 5, "heads": 2, "kv_heads": 1,
         "head_size": 4, "vocab": 9, "norm_eps": 1e-2, "tied": True,
     },
+    "sinks": {  # each rank of four has a head or two, and key/value heads are fewer than ranks
+        "family": "llama", "layers": 2, "hidden": 8, "ffn": 6, "heads": 5, "kv_heads": 1,
+        "head_size": 4, "vocab": 13, "norm_eps": 1e-2, "rope_theta": 100.0, "sinks": True,
+        "bias": True,
+    },
+    "capped": {
+        "family": "llama", "layers": 1, "hidden": 8, "ffn": 6, "heads": 4, "kv_heads": 2,
+        "head_size": 4, "vocab": 13, "norm_eps": 1e-2, "softcap": 1.5, "attention": "plain",
+        "tied": True, "sinks": True,
+    },
 }  # fmt: skip
 
 
@@ -81,10 +91,14 @@ class Cell:
     cut: str = "even"  # even, cost; ends: blocks in neither the first stage nor the last; gap
     count: str = ""  # micro-batches a rank, in terms of the pipeline ranks p
     ragged: bool = False  # samples of several lengths
+    cp: int = 1
+    cp_comm: str = "ring"
+    window: int | None = None
+    mask: str = "half"  # which labels count: half; one of the step; front, those of the first ranks
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def stages(self) -> str:
@@ -188,6 +202,32 @@ PIPELINE: Factors = {
     "overlap": (True, False),
     "seq": (4,),
 }  # fmt: skip
+# Two or three samples of 1 to three documents each, down to length 1; rows and chunks of lengths
+# that no number of ranks divides. With a mask of "front" the last ranks have no counted token.
+CONTEXT: Factors = {
+    "cp": (2, 3, 4),
+    "cp_comm": ("ring", "all_gather", "all_to_all", "hierarchical"),
+    "window": (None, 1, 3),
+    "model": ("llama", "sinks", "capped", "six-heads", "deep", "gpt2"),
+    "seq": (13, 8, 1),
+    "ragged": (False, True),
+    "mask": ("half", "one", "front"),
+    "tp": (1, 2),
+    "sp": (False, True),
+    "pp": (1, 2),
+    "dp": (1, 2),
+    "zero": (0, 1, 2, 3),
+    "replicas": (1, 2),
+    "optimizer": ("adamw", "muon"),
+    "recompute": ((), ("layer/2",), ("attention", "mlp", "core")),
+    "dropout": (0.0, 0.1),
+    "z_loss": (0.0, 1e-2),
+    "micro_batch": (1, 2, 3),
+    "overlap": (True, False),
+    "global_batch": (3,),
+    "bucket_bytes": (25 << 20, 256),
+}  # fmt: skip
+CONTEXT_CROSSED = ("cp", "cp_comm", "window", "seq", "ragged")
 PIPELINE_CROSSED = ("pp", "chunks", "schedule", "count")
 COUNTS = {
     "1": lambda p: 1,
@@ -244,9 +284,10 @@ def fits(
     """
     some = dict(factors)
     full = some.get("dp", 2) * some.get("micro_batch", 2) > some.get("short", 0)
-    sizes = {name: min(matrix.get(name, (1,))) for name in ("tp", "dp", "pp")} | some
+    names = ("tp", "dp", "pp", "cp")
+    sizes = {name: min(matrix.get(name, (1,))) for name in names} | some
     sizes["dp"] = max(sizes["dp"], some.get("replicas", 1))
-    few = prod(sizes[name] for name in ("tp", "dp", "pp")) <= max_world
+    few = prod(sizes[name] for name in names) <= max_world
     return few and full and not refused(some)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from parity.matrix import MODELS
 
-from penteract.config import resolve
+from penteract.config import Config, resolve
 from penteract.config_file import from_dict
 from penteract.families import model_spec
 from penteract.grid import Grid
@@ -104,9 +104,37 @@ def test_tensor_ranks(
         "data": {"seq": 6},
         "train": {"steps": 1, "global_batch": 7, **train},
     }
-    config, grid = resolve(from_dict(values)), Grid(32, tp=8)
-    lines = dry_run(config, grid, rank)
-    for axis, what in step_bytes(config, grid, rank).items():
+    agree(resolve(from_dict(values)), Grid(32, tp=8), rank)
+
+
+def agree(config: Config, grid: Grid, rank: int) -> None:
+    """What a dry run counts is what the formulas say."""
+    lines, wanted = dry_run(config, grid, rank), step_bytes(config, grid, rank)
+    assert {m[1] for line in lines if (m := re.search(r"sent over (\S+)", line))} == wanted.keys()
+    for axis, what in wanted.items():
         sent = [re.search(rf"sent over {axis}\s+([\d,]+)", line) for line in lines]
         total = sum(int(m[1].replace(",", "")) for m in sent if m)
         assert total == sum(what.values()) > 0, (axis, lines)
+
+
+@pytest.mark.parametrize(
+    ("rank", "comm", "model", "parallel"),
+    [
+        (0, "ring", {"window": 3}, {"sp": True, "tp": 2}),
+        (5, "all_gather", {"sinks": True}, {"recompute": ["core"]}),
+        (13, "all_to_all", {"sinks": True}, {"recompute": ["attention", "core"]}),
+        (31, "hierarchical", {"softcap": 2.0, "attention": "plain"}, {"recompute": "layer/2"}),
+    ],
+)
+def test_context_ranks(
+    rank: int, comm: str, model: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    """cp = 8 has more ranks than heads, and rows that it does not divide."""
+    values = {
+        "model": {**MODELS["llama"], **model},
+        "parallel": {"cp": 8, "cp_comm": comm, **parallel},
+        "data": {"seq": 13, "packing": True},
+        "train": {"steps": 1, "global_batch": 7, "micro_batch": 2, "dtype": "bfloat16"},
+    }
+    config = resolve(from_dict(values))
+    agree(config, Grid(32, cp=8, tp=config.parallel.tp), rank)

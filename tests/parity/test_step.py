@@ -12,6 +12,7 @@ from parity.training import (
     collect,
     config_of,
     documents,
+    meshes,
     new_run,
     set_weights,
     train_here,
@@ -139,12 +140,12 @@ def test_every_rank_ends_with_the_same_bits_in_narrow_types() -> None:
 
 def evaluation(cell: Cell, samples: list[int]) -> dict[str, float]:
     """Evaluate on packed, masked samples, one a micro-batch, dealt out to the data ranks."""
-    mesh = world_mesh()
-    dp = mesh.axis("dp")
+    mesh = meshes()(cp=cell.cp)
+    dp, cp = mesh.axis("dp"), mesh.axis("cp")
     turns = -(-len(samples) // dp.size)
     mine = (samples + [-1] * dp.size)[dp.rank :: dp.size][:turns]
     vocab = MODELS[cell.model]["vocab"]
-    parts = [bridge.micro_batch(documents(i, vocab) if i >= 0 else []) for i in mine]
+    parts = [bridge.micro_batch(documents(i, vocab) if i >= 0 else [], cp) for i in mine]
 
     def batches() -> list[MicroBatch]:
         return parts
@@ -155,8 +156,8 @@ def evaluation(cell: Cell, samples: list[int]) -> dict[str, float]:
     return run.evaluate()
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3])
-def test_evaluation_is_sum_over_count_in_every_layout(dp: int) -> None:
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (3, 1), (1, 3), (2, 2)])
+def test_evaluation_is_sum_over_count_in_every_layout(dp: int, cp: int) -> None:
     """Ragged masks: a mean of the ranks' means would differ. No token at all gives 0, not NaN."""
     cell = dataclasses.replace(CELL, dropout=0.1)  # which evaluation must not apply
     samples = [0, 1, 2, 3, 4]
@@ -167,7 +168,8 @@ def test_evaluation_is_sum_over_count_in_every_layout(dp: int) -> None:
     docs = [doc for i in samples for doc in documents(i, MODELS[cell.model]["vocab"])]
     wanted = sum(plain.loss_sum(doc, weights, described).item() for doc in docs)
     wanted /= sum(sum(doc.weights) for doc in docs)
-    for found in run_ranks(evaluation, dp, cell, samples):
+    cell = dataclasses.replace(cell, dp=dp, cp=cp)
+    for found in run_ranks(evaluation, dp * cp, cell, samples):
         assert found == {"v": pytest.approx(wanted, rel=1e-9), "none": 0.0}
 
 

@@ -62,7 +62,7 @@ def test_full_product(
 
 def test_the_sample_holds_every_pair() -> None:
     sample = sampled(QUICK, 4)
-    assert len(sample) < 45
+    assert len(sample) < 50
     held = set().union(*(values(cell, QUICK, 2) for cell in sample))
     assert held == tuples(QUICK, 2, 4)
 

@@ -46,7 +46,7 @@ def config_of(cell: Cell, **train: Any) -> Config:
     sizes = {"global_batch": cell.global_batch, "micro_batch": cell.micro_batch}
     aim = {"label_smoothing": cell.label_smoothing, "z_loss": cell.z_loss}
     values = {
-        "model": {**SPLIT_MODELS[cell.model], "dropout": cell.dropout},
+        "model": {**SPLIT_MODELS[cell.model], "dropout": cell.dropout, "window": cell.window},
         "parallel": {
             "tp": cell.tp,
             "sp": cell.sp,
@@ -60,6 +60,9 @@ def config_of(cell: Cell, **train: Any) -> Config:
             "chunks": cell.chunks,
             "schedule": cell.schedule,
             "stages": cell.stages,
+            "cp": cell.cp,
+            "cp_comm": cell.cp_comm,
+            "cp_overlap": cell.overlap,
         },
         "data": {"seq": cell.seq, "seed": 3},
         "optim": {
@@ -74,14 +77,22 @@ def config_of(cell: Cell, **train: Any) -> Config:
     return resolve(from_dict(values))
 
 
-def documents(index: int, vocab: int, seq: int = 6, *, ragged: bool = False) -> list[Document]:
+def documents(
+    index: int, vocab: int, seq: int = 6, *, ragged: bool = False, mask: str = "half"
+) -> list[Document]:
     """Sample `index`: one to three documents; half of the labels count, in every fifth none.
 
-    Ragged samples have 1 to `seq` tokens.
+    Ragged samples have 1 to `seq` tokens. With a mask of "one" a single label of every third sample
+    counts, with "front" the first quarter of each.
     """
     seq -= index % seq if ragged else 0
-    tokens, labels = SyntheticSource(seq=seq, vocab=vocab, seed=3).samples([index])
+    found = SyntheticSource(seq=seq, vocab=vocab, seed=3).samples([index])
+    tokens, labels = found.tokens, found.labels
     weights = [float(index % 5 != 2 and (3 * t + index) % 4 < 2) for t in tokens[0].tolist()]
+    if mask == "one":
+        weights = [float(index % 3 == 0 and i == seq // 2) for i in range(seq)]
+    elif mask == "front":
+        weights = [float(i <= seq // 4) for i in range(seq)]
     cuts = sorted({0, seq, *((), (1,), (2, 3))[index % 3]})
     return [
         Document(tokens[0, a:b].tolist(), labels[0, a:b].tolist(), weights[a:b])
@@ -89,7 +100,7 @@ def documents(index: int, vocab: int, seq: int = 6, *, ragged: bool = False) -> 
     ]
 
 
-def packed_task(config: Config, mesh: Mesh, *, ragged: bool) -> Task:
+def packed_task(config: Config, mesh: Mesh, *, ragged: bool, mask: str) -> Task:
     """The task of a configuration on packed documents with masked labels."""
     train, dp = config.train, mesh.axis("dp")
 
@@ -98,8 +109,9 @@ def packed_task(config: Config, mesh: Mesh, *, ragged: bool) -> Task:
         parts = micro_batches(train.global_batch, train.micro_batch, dp.size, dp.rank)
         rows = [[first + i for i in part] for part in parts]
         sizes = config.model.vocab, config.data.seq
-        docs = [[d for i in row for d in documents(i, *sizes, ragged=ragged)] for row in rows]
-        return [bridge.micro_batch(found) for found in docs]
+        made = functools.partial(documents, ragged=ragged, mask=mask)
+        docs = [[d for i in row for d in made(i, *sizes)] for row in rows]
+        return [bridge.micro_batch(found, mesh.axis("cp")) for found in docs]
 
     task = synthetic_task(config, mesh, torch.device("cpu"))
     return dataclasses.replace(task, batches=batches)
@@ -108,7 +120,7 @@ def packed_task(config: Config, mesh: Mesh, *, ragged: bool) -> Task:
 def new_run(cell: Cell, mesh: Mesh, *, task: Task | None = None, **train: Any) -> Run:
     """A run of the cell at its initial weights."""
     config = config_of(cell, **train)
-    task = packed_task(config, mesh, ragged=cell.ragged) if task is None else task
+    task = packed_task(config, mesh, ragged=cell.ragged, mask=cell.mask) if task is None else task
     sized = functools.partial(Buffers, bucket_bytes=cell.bucket_bytes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module, "Buffers", sized)
@@ -154,9 +166,13 @@ def collect(run: Run, part: Part) -> Part:
 
 
 def meshes() -> Callable[..., Mesh]:
-    """For numbers of tensor and pipeline ranks the mesh over all ranks, its groups made once."""
+    """For numbers of tensor, pipeline and context ranks the mesh, its groups made once."""
     axis = world_axis()
-    return functools.cache(lambda tp, pp=1: create_mesh(Grid(axis.size, tp=tp, pp=pp), axis.rank))
+
+    def mesh(tp: int = 1, pp: int = 1, cp: int = 1) -> Mesh:
+        return create_mesh(Grid(axis.size, tp=tp, pp=pp, cp=cp), axis.rank)
+
+    return functools.cache(mesh)
 
 
 def train(cell: Cell, mesh: Mesh, folder: Path | None = None) -> Part:
@@ -176,14 +192,14 @@ def train_here(cells: Sequence[Cell], folders: Sequence[Path] = ()) -> list[Part
     """Each cell as one rank of all ranks of the default process group."""
     mesh = meshes()
     pairs = itertools.zip_longest(cells, folders)
-    return [train(cell, mesh(cell.tp, cell.pp), folder) for cell, folder in pairs]
+    return [train(cell, mesh(cell.tp, cell.pp, cell.cp), folder) for cell, folder in pairs]
 
 
 def resume_here(cells: Sequence[Cell], folders: Sequence[Path]) -> list[Part]:
     """The step that follows the checkpoint in each folder, in each cell's layout."""
     mesh, parts = meshes(), []
     for cell, folder in zip(cells, folders, strict=True):
-        run, part = new_run(cell, mesh(cell.tp, cell.pp)), Part()
+        run, part = new_run(cell, mesh(cell.tp, cell.pp, cell.cp)), Part()
         run.resume(folder / step_name(STEPS))
         keep_gradients(run, part.gradients)
         update(run, part)
@@ -219,8 +235,8 @@ def reference_gradients(cell: Cell, weights: Weights, step: int) -> tuple[list[f
         drop = dropping(cell, step, start // cell.micro_batch) if cell.dropout else plain.keep
         samples = range(start, min(start + cell.micro_batch, cell.global_batch))
         vocab = config.model.vocab
-        texts = (documents(first + i, vocab, cell.seq, ragged=cell.ragged) for i in samples)
-        docs = [doc for text in texts for doc in text]
+        made = functools.partial(documents, ragged=cell.ragged, mask=cell.mask)
+        docs = [doc for i in samples for doc in made(first + i, vocab, cell.seq)]
         row = 0
         for doc in docs:
             doc = dataclasses.replace(doc, first_row=row)
@@ -261,6 +277,8 @@ def _trained(cell: Cell) -> Cell:
         schedule="1f1b",
         cut="even",
         count="",
+        cp=1,
+        cp_comm="ring",
     )
     # Without dropout nothing depends on how sequences are grouped.
     return same if cell.dropout else dataclasses.replace(same, micro_batch=8)

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from reference.plain import Description, Document, Weights
 from torch import Tensor, nn
 
+from penteract.mesh import Axis
 from penteract.nn.model import ModelSpec
-from penteract.nn.sequences import MicroBatch, Sequences
+from penteract.nn.sequences import MicroBatch
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import declared_parameters
 from penteract.placement import Fragment, Placement, assemble
@@ -30,6 +32,9 @@ def describe(spec: ModelSpec) -> Description:
         theta=block.attention.rope_theta,
         qk_norm=block.attention.qk_norm is not None,
         tied=spec.tied,
+        window=block.attention.window,
+        sinks=block.attention.sinks,
+        softcap=block.attention.softcap,
     )
 
 
@@ -86,18 +91,20 @@ def random_weights(stored: Iterable[Stored], seed: int = 0) -> Weights:
     weights = {}
     for name in sorted(shapes):
         x = torch.randn(shapes[name], generator=generator, dtype=torch.float64)
-        weights[name] = 1 + 0.3 * x if name.endswith("norm.weight") else 0.4 * x
+        large = 3.0 if name.endswith("sinks") else 0.4
+        weights[name] = 1 + 0.3 * x if name.endswith("norm.weight") else large * x
     return weights
 
 
-def micro_batch(documents: list[Document]) -> MicroBatch:
-    """The documents one behind the other."""
+def micro_batch(documents: list[Document], cp: Axis | None = None) -> MicroBatch:
+    """The documents one behind the other, cut over `cp`."""
     tokens, labels = (
-        [t for doc in documents for t in getattr(doc, x)] for x in ("tokens", "labels")
+        np.array([t for doc in documents for t in getattr(doc, x)], np.int64)
+        for x in ("tokens", "labels")
     )
-    weights = torch.tensor([w for doc in documents for w in doc.weights], dtype=torch.float64)
-    sequences = Sequences.of(tuple(len(doc.tokens) for doc in documents), weights=weights)
-    return MicroBatch(torch.tensor(tokens).long(), torch.tensor(labels).long(), sequences)
+    weights = np.array([w for doc in documents for w in doc.weights], np.float64)
+    lengths = tuple(len(doc.tokens) for doc in documents)
+    return MicroBatch.of(tokens, labels, lengths, weights=weights, cp=cp)
 
 
 def worst_difference(found: Weights, wanted: Weights, *, floor: float = 1e-4) -> tuple[float, str]:

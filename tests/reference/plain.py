@@ -31,6 +31,9 @@ class Description:
     theta: float | None  # None: learned positions
     qk_norm: bool
     tied: bool
+    window: int | None = None  # tokens that a token attends to, itself included
+    sinks: bool = False  # weights `{name}.sinks` [heads], one more score in every row
+    softcap: float | None = None  # c of c·tanh(score / c)
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,23 @@ def rotate(x: Tensor, position: int, theta: float) -> Tensor:
     return torch.stack(first + second)
 
 
-def attention_row(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """One query [d] over the keys and values up to its own row -> [d]."""
+def attention_row(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    *,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """One query [d] over the keys and values that it sees -> [d]; `sink` is a score without one."""
     scores = torch.stack([(q * k).sum() / math.sqrt(q.shape[0]) for k in keys])
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if sink is not None:
+        scores = torch.cat([scores, sink.reshape(1)])
     exponentials = torch.exp(scores - scores.max())
     result = torch.zeros_like(values[0])
-    for p, v in zip(exponentials / exponentials.sum(), values, strict=True):
+    for p, v in zip(exponentials / exponentials.sum(), values, strict=sink is None):
         result = result + p * v
     return result
 
@@ -111,8 +125,12 @@ def attention(
     outputs: list[list[Tensor]] = [[] for _ in rows]
     for head in range(d.heads):
         g = head // (d.heads // d.kv_heads)  # neighbouring query heads share a key/value head
+        sink = w[f"{name}.sinks"][head] if d.sinks else None
         for i, q in enumerate(head_rows("q", head)):
-            outputs[i].append(attention_row(q, keys[g][: i + 1], values[g][: i + 1]))
+            seen = slice(0 if d.window is None else max(0, i + 1 - d.window), i + 1)
+            outputs[i].append(
+                attention_row(q, keys[g][seen], values[g][seen], sink=sink, softcap=d.softcap)
+            )
     return [linear(torch.cat(parts), w, f"{name}.o") for parts in outputs]
 
 

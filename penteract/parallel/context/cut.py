@@ -166,6 +166,26 @@ class Cut:
                 found += _block(queries[1], _join(*keys), "full")
         return found
 
+    def outside(self, rank: int, *, window: int | None = None) -> list[Block]:
+        """What this rank's queries attend to besides `blocks(rank, rank)`; keys are rows of the
+        micro-batch.
+        """
+        found: list[Block] = []
+        starts = np.cumsum([0, *self.lengths]).tolist()
+        for start, length, (front, back) in zip(
+            starts, self.lengths, self._chunks(rank), strict=False
+        ):
+            middle = front.position + front.size
+            before = _Chunk(start, front.position, 0)
+            between = _Chunk(start + middle, back.position - middle, middle)
+            if window is not None and window < length:
+                for q, k in ((front, before), (back, before), (back, between)):
+                    found += _windowed(q, k, window)
+            else:
+                found += _block(_join(front, back), before, "full")
+                found += _block(back, between, "full")
+        return found
+
     def work(self, rank: int, *, window: int | None = None) -> int:
         """Pairs of a query of this rank and a key that it attends to."""
         seen = self.positions(rank)[self.rows(rank) >= 0] + 1

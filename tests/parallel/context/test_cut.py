@@ -237,7 +237,7 @@ def test_rotary_tables_of_a_rank_are_rows_of_the_whole_table() -> None:
     for rank in range(3):
         rows = torch.from_numpy(cut.rows(rank))
         positions = torch.from_numpy(cut.positions(rank))
-        own = Sequences(lengths, positions, rows, torch.ones(len(rows)))
+        own = Sequences(cut, positions, rows, torch.ones(len(rows)))
         for table, part in zip(whole, own.rotary(8, 1e4, torch.float64), strict=True):
             assert torch.equal(table[rows[rows >= 0]], part[rows >= 0])
 
