@@ -31,14 +31,15 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import tensor_parallel
 import torch
 import torch.distributed as dist
 from peers import megatron_cpu
-from tensor_parallel import HEAD_SIZE, TOLERANCE, VOCAB, Block, count_waiting, quartiles
+from peers.llama import HEAD_SIZE, VOCAB, Model
+from tensor_parallel import TOLERANCE, count_waiting, quartiles
+from timing.slow_link import Link, slow_down
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,16 +48,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from penteract import wire
 from penteract.config import Config, resolve
 from penteract.config_file import from_dict
 from penteract.data.loader import micro_batches
 from penteract.data.synthetic import SyntheticSource
 from penteract.grid import Grid
-from penteract.mesh import Traffic, create_mesh
-from penteract.nn.sequences import Sequences
+from penteract.mesh import create_mesh
 from penteract.parallel.buffers import Buffers
-from penteract.pending import Pending
 from penteract.testing import run_ranks, world_axis
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
@@ -103,17 +101,6 @@ def stepping(run: Run) -> Call:
 # --- torch's side
 
 
-class Model(tensor_parallel.Model):
-    """That of the other benchmark, of another size."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        h, f, eps = config.model.hidden, config.model.ffn, config.model.norm_eps
-        self.layers = nn.ModuleList(Block(h, f, eps) for _ in range(LAYERS))
-        theta = config.model.rope_theta
-        self.angles = Sequences.of((SEQ,)).rotary(HEAD_SIZE, theta, torch.float32)
-
-
 def distributed(stage: int, model: Model) -> Callable[[Tensor], Tensor]:
     """The model as torch's users wrap it for two ranks."""
     if stage < 2:
@@ -138,8 +125,8 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
     source = SyntheticSource(seq=SEQ, vocab=VOCAB, seed=configuration(0).data.seed)
     (mine,) = micro_batches(BATCH * RANKS, BATCH, RANKS, world_axis().rank)
     for step in itertools.count():
-        tokens, labels = source.samples([step * BATCH * RANKS + i for i in mine])
-        yield torch.from_numpy(tokens), torch.from_numpy(labels)
+        found = source.samples([step * BATCH * RANKS + i for i in mine])
+        yield torch.from_numpy(found.tokens), torch.from_numpy(found.labels)
 
 
 def mean_over_ranks(loss: float | Tensor) -> Tensor:
@@ -245,37 +232,6 @@ def report_steps(rounds: int) -> bool:
 
 
 # --- a slowed link
-
-
-class Link:
-    """A wire that carries one message at a time: `latency_s`, then `s_per_byte` for each byte."""
-
-    s_per_byte = latency_s = 0.0
-    free_at = 0.0  # when it will have delivered all that was given to it
-
-
-def slow_down(link: Link) -> None:
-    """From here on this process's messages take at least as long as over `link`."""
-    add = Traffic.add
-
-    class Slowed(Pending):
-        def __init__(self, works: Iterable[dist.Work], finish: Callable[[], Tensor]) -> None:
-            works = tuple(works)
-            super().__init__(works, finish)
-            self.due = link.free_at if works else 0.0
-
-        def wait(self) -> Tensor:
-            result = super().wait()
-            time.sleep(max(0.0, self.due - time.perf_counter()))
-            return result
-
-    def counted(traffic: Traffic, call: str, sent_bytes: int) -> None:  # just before it is sent
-        add(traffic, call, sent_bytes)
-        carry_s = link.latency_s + link.s_per_byte * sent_bytes
-        link.free_at = max(link.free_at, time.perf_counter()) + carry_s
-
-    wire.Pending = Slowed  # type: ignore[misc]
-    Traffic.add = counted  # type: ignore[assignment]
 
 
 def watched(buffers: Buffers) -> list[float]:

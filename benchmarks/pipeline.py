@@ -28,11 +28,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tensor_parallel
 import torch
 import torch.distributed as dist
 from peers import megatron_cpu
-from tensor_parallel import HEAD_SIZE, TOLERANCE, VOCAB, Block, count_waiting, quartiles
+from peers.llama import HEAD_SIZE, VOCAB, Block, Model
+from tensor_parallel import TOLERANCE, count_waiting, quartiles
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -42,7 +42,6 @@ from penteract.config_file import from_dict
 from penteract.data.synthetic import SyntheticSource
 from penteract.grid import Grid
 from penteract.mesh import create_mesh
-from penteract.nn.sequences import Sequences
 from penteract.parallel.pipeline.executor import Timed
 from penteract.parallel.pipeline.timeline import timeline
 from penteract.testing import run_ranks, world_axis
@@ -105,17 +104,6 @@ def stepping(run: Run) -> Call:
 # --- torch's side
 
 
-class Model(tensor_parallel.Model):
-    """That of the other benchmark, of another size."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        h, f, eps = config.model.hidden, config.model.ffn, config.model.norm_eps
-        self.layers = nn.ModuleList(Block(h, f, eps) for _ in range(LAYERS))
-        theta = config.model.rope_theta
-        self.angles = Sequences.of((SEQ,)).rotary(HEAD_SIZE, theta, torch.float32)
-
-
 class Stage(nn.Module):
     """Some of the model's layers."""
 
@@ -153,7 +141,8 @@ def torch_step(config: Config, marks: Marks) -> Call:
 
     def call() -> list[Tensor]:
         first, losses = next(steps) * MICRO_BATCHES, list[Tensor]()
-        tokens, labels = map(torch.from_numpy, source.samples(range(first, first + MICRO_BATCHES)))
+        found = source.samples(range(first, first + MICRO_BATCHES))
+        tokens, labels = map(torch.from_numpy, (found.tokens, found.labels))
         given = [tokens] if "0" in mine else []
         target = {"target": labels, "losses": losses} if str(last) in mine else {}
         schedule.step(*given, **target, return_outputs=False)

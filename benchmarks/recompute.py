@@ -41,7 +41,8 @@ def spec_of(model: dict[str, int], seq: int) -> ModelSpec:
 
 
 def loss_of(model: Stage, tokens: Tensor) -> Tensor:
-    batch = MicroBatch.of_samples(tokens, tokens)
+    flat = tokens.flatten().numpy()
+    batch = MicroBatch.of(flat, flat, (tokens.shape[1],) * len(tokens))
     return model(batch, scale=torch.ones(()), noise=Noise(0, 1, 0)).terms["loss"]
 
 

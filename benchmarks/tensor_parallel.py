@@ -15,7 +15,6 @@ sequence; of more, DTensor would have to copy the parts.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import operator
 import sys
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from peers.llama import HEAD_SIZE, VOCAB, Model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -42,11 +42,10 @@ from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
 from penteract.wire import all_reduce_, barrier
 
-RANKS, LAYERS, VOCAB, SEQ, HEAD_SIZE = 2, 4, 8192, 512, 64
+RANKS, LAYERS, SEQ = 2, 4, 512
 WARM_UP, TOLERANCE = 3, 1e-4
 ROUND_S = 0.1  # a round repeats a call until it takes about so long
 NAMES = ("penteract", "overlap off", "torch")
-matrix = functools.partial(nn.Linear, bias=False)
 Call = Callable[[], list[Tensor]]  # returns what it computed, to be compared
 
 
@@ -64,64 +63,6 @@ def new_run(config: Config) -> Run:
     tp, device = config.parallel.tp, torch.device("cpu")
     mesh = create_mesh(Grid(tp, tp=tp), world_axis().rank if tp > 1 else 0)
     return Run(synthetic_task(config, mesh, device), config, mesh, device)
-
-
-def turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    (first, second), (cos, sin) = x.chunk(2, dim=-1), angles
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class Attention(nn.Module):
-    def __init__(self, h: int) -> None:
-        super().__init__()
-        self.q, self.o = matrix(h, h), matrix(h, h)
-        self.k, self.v = matrix(h, h // 2), matrix(h, h // 2)
-
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        q, k, v = (  # [b, a/tp, s, d], and [b, g/tp, s, d] twice
-            layer(x).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        q, k = turned(q, angles), turned(k, angles)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o(y.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self, h: int, f: int) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = matrix(h, f), matrix(h, f), matrix(f, h)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self, h: int, f: int, eps: float) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(h, eps=eps), Attention(h)
-        self.mlp_norm, self.mlp = nn.RMSNorm(h, eps=eps), MLP(h, f)
-
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles=angles)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        h, f, eps = config.model.hidden, config.model.ffn, config.model.norm_eps
-        self.embed = nn.Embedding(VOCAB, h)
-        self.layers = nn.ModuleList(Block(h, f, eps) for _ in range(LAYERS))
-        self.norm, self.head = nn.RMSNorm(h, eps=eps), matrix(h, VOCAB)
-        sequence, theta = Sequences.of((SEQ,)), config.model.rope_theta
-        self.angles = sequence.rotary(HEAD_SIZE, theta, torch.float32)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, self.angles)
-        return self.head(self.norm(x))
 
 
 def parallelize(model: Model, sp: bool) -> None:
@@ -167,7 +108,8 @@ def torch_step(config: Config) -> Call:
         return x.full_tensor() if isinstance(x, DTensor) else x
 
     def call() -> list[Tensor]:
-        tokens, labels = map(torch.from_numpy, source.samples([next(steps)]))
+        found = source.samples([next(steps)])
+        tokens, labels = map(torch.from_numpy, (found.tokens, found.labels))
         with spread.loss_parallel():
             loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
             loss.backward()
