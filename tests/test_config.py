@@ -109,7 +109,7 @@ FULL: dict[str, dict[str, Any]] = {
     },
     "data": {
         "train": [{"prefix": "a", "weight": 2}, {"prefix": "b", "weight": 0.3}], "valid": ["v"],
-        "seq": 32, "seed": 3,
+        "seq": 32, "seed": 3, "packing": True, "predict_across": True,
     },
     "optim": {"lr": 1e-3, "min_lr": 1e-5, "warmup": 3, "schedule": "wsd", "cooldown": 5},
     "train": {"steps": 50, "ramp": [[10, 2], [20, 4]], "max_minutes": 1.5, "dtype": "bfloat16"},
@@ -201,6 +201,8 @@ def test_help_has_every_key_and_its_meaning() -> None:
         ("optim", "betas", [0.9], "optim.betas"),
         ("optim", "betas", [0.9, 1.0], "optim.betas.1 = 1.0"),
         ("data", "seq", 0, "data.seq = 0"),
+        ("data", "packing", "some", "data.packing = 'some'"),
+        ("data", "predict_across", True, "data.predict_across = true needs data.packing = true"),
         ("data", "train", "a", "data.train = 'a'"),
         ("data", "train", [{"prefix": "a", "weght": 1}], "weght"),
         ("data", "valid", ["x/a", "y/a"], "data.valid: names of validation sets must differ"),
@@ -376,9 +378,10 @@ def test_no_steps_is_a_configuration(tmp_path: Path) -> None:
     assert load(write(tmp_path, train={"steps": 0})).optim.decay == 1
 
 
-@pytest.mark.parametrize("axis", ["cp", "ep"])
+@pytest.mark.parametrize("axis", ["ep"])
 def test_an_axis_that_is_not_offered_is_named(axis: str) -> None:
     check_world(ParallelConfig(tp=2), 6)
+    check_world(ParallelConfig(cp=2), 6)
     with pytest.raises(ConfigError, match=f"parallel.{axis} = 2: this release splits"):
         check_world(ParallelConfig(**{axis: 2}), 4)
     with pytest.raises(UserError, match=r"world = 5 .*world 4 or 6"):

@@ -139,7 +139,8 @@ def test_evaluation_is_the_sum_over_tokens_divided_by_their_number(tmp_path: Pat
     model, _, _ = load_model(newest(tmp_path / "run"))
     source = ValidSource(tmp_path / "text", seq=12, vocab=257, valid_fraction=0.1)
     assert len(source) % 4, "the last batch should be ragged"
-    batch = MicroBatch.of_samples(*map(torch.from_numpy, source.samples(range(len(source)))))
+    found = source.samples(range(len(source)))
+    batch = MicroBatch.of(found.tokens.flatten(), found.labels.flatten(), found.lengths)
     with torch.no_grad():
         logits = model.logits(batch.tokens, batch.sequences)
     loss = torch.nn.functional.cross_entropy(logits, batch.labels).item()
