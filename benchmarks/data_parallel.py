@@ -241,9 +241,9 @@ def watched(buffers: Buffers) -> list[float]:
     def stamped(name: str, i: int, *, after: bool = False) -> None:
         call = getattr(buffers, name)
 
-        def stamp(**arguments: bool) -> Any:
+        def stamp(*stage: int, **arguments: Any) -> Any:
             times[i] = time.perf_counter()
-            result = call(**arguments)
+            result = call(*stage, **arguments)
             times[i] = time.perf_counter() if after else times[i]
             return result
 

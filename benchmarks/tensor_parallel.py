@@ -155,7 +155,7 @@ def torch_block(config: Config) -> Call:
 
 def our_block(config: Config) -> Call:
     run, sequences = new_run(config), Sequences.of((SEQ,))
-    block: Any = run.task.model.get_submodule("layers.1")  # after the embedding
+    block: Any = run.task.model[0].get_submodule("layers.1")  # after the embedding
     return of_block(lambda x: block(x, sequences, None), config, run.buffers.begin)
 
 
