@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -87,8 +86,6 @@ def main() -> None:
     mesh = create_mesh(Grid(launch.world), launch.rank)
     torch.manual_seed(config.train.seed)
     train(sorting_task(config, mesh.axis("dp"), device), config, mesh, device)
-    if launch.world > 1:  # its threads would abort the exit of the process
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

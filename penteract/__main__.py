@@ -13,8 +13,8 @@ def run() -> NoReturn:
     """Run one command and end the process with its exit code."""
     code = main()
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized():
-        # A fault left the process group behind, whose threads would abort a normal exit.
+    if code and dist is not None and dist.is_initialized():
+        # After a fault peers may be gone, and the group's threads would abort a normal exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

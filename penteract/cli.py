@@ -125,8 +125,6 @@ def _train_rank(config: Config) -> int:
     launch = environment()
     check(config, launch.world)
     with StopRequest(config.train.max_minutes) as stop:
-        import torch.distributed as dist
-
         from penteract.mesh import create_mesh
         from penteract.train.language_model import language_model
         from penteract.train.loop import train as train_loop
@@ -136,8 +134,6 @@ def _train_rank(config: Config) -> int:
         mesh = create_mesh(_grid(config, launch.world), launch.rank)
         task, config = language_model(config, mesh, device)
         train_loop(task, config, mesh, device, stop=stop)
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return 0
 
 
@@ -314,7 +310,6 @@ def checkpoint_verify(arguments: argparse.Namespace) -> int:
 def generate(arguments: argparse.Namespace) -> int:
     """Write text with a trained model."""
     import torch
-    import torch.distributed as dist
 
     from penteract.checkpoint.io import find_step
     from penteract.data.tokenizers import load_tokenizer
@@ -347,8 +342,6 @@ def generate(arguments: argparse.Namespace) -> int:
             if token != stop:
                 print(stream.push(token), end="", flush=True)
         print(stream.finish())
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,7 +231,6 @@ connect(launch, device="cpu", timeout_s=60)
 x = torch.tensor([float(rank + 1)])
 dist.all_reduce(x)
 (here / f"sum{rank}").write_text(str(x.item()))
-dist.destroy_process_group()
 """
 
 
@@ -238,3 +238,33 @@ def test_local_ranks_meet_at_the_agents_port(launcher: Launcher, tmp_path: Path)
     assert launcher.run(JOINING) == 0
     assert [(tmp_path / f"sum{r}").read_text() for r in (0, 1)] == ["3.0", "3.0"]
     assert "failed to bind" not in launcher.stderr()  # no rank tries to listen there
+
+
+ENDING = (
+    """
+import atexit
+from pathlib import Path
+def threads():
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return " ".join(name for name in names if "gloo" in name)
+atexit.register(lambda: (here / f"end{rank}").write_text(threads()))
+"""
+    + JOINING
+    + """
+class Holder: pass
+holder = Holder()
+holder.itself, holder.group = holder, dist.new_group([0, 1])
+dist.all_reduce(x, group=holder.group)
+assert "gloo" in threads()
+del holder
+"""
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_the_group_outlives_the_interpreter(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """One that lets go of a tensor later aborts the process, now and then, after all is saved."""
+    assert launcher.run(ENDING) == 0
+    assert [(tmp_path / f"end{r}").read_text() for r in (0, 1)] == ["", ""]

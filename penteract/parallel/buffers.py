@@ -31,6 +31,7 @@ rank starts the same buckets in the same order. Source: Rajbhandari et al., arXi
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -117,8 +118,9 @@ class Buffers:
         self.publish(frozen=True)
 
     def _install(self, model: nn.Module) -> None:
+        hook = _weak(self._autograd_hook)
         for slot in self.slots():
-            slot.entry.parameter.register_post_accumulate_grad_hook(self._autograd_hook)
+            slot.entry.parameter.register_post_accumulate_grad_hook(hook)
         for module in model.modules():
             if isinstance(module, Layer):
                 module.gradients = self
@@ -317,6 +319,17 @@ class Buffers:
         target.copy_(gradient) if slot.fresh else target.add_(gradient)
         slot.fresh, slot.touched = False, True
         self.ready(parameter)
+
+
+def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """`method` without its object: through a parameter's hooks the collector sees no cycle."""
+    found = weakref.WeakMethod(method)
+
+    def call(parameter: Tensor) -> None:
+        if (alive := found()) is not None:
+            alive(parameter)
+
+    return call
 
 
 def _waiting(buckets: Sequence[Bucket]) -> Callable[..., None]:

@@ -1,6 +1,9 @@
 """Flat buffers: what they hold, when buckets are reduced, and what may be missing or stale."""
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +105,18 @@ def test_parameters_are_aligned_views_of_flat_storage_and_gaps_stay_zero() -> No
         assert bucket.numel % ALIGNMENT == 0
         assert not bucket.parameters[~used].any()
         assert not bucket.gradient[~used].any()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_go_with_their_model(stage: int) -> None:
+    """The collector sees no cycle that passes through autograd's hooks."""
+    model = Linears()
+    buffers = Buffers(model, replace(WHOLE, stage=stage), seed=0)
+    backward(buffers, model, [data(1, (2, 6))])
+    gone = weakref.ref(buffers)
+    del buffers, model
+    gc.collect()
+    assert gone() is None
 
 
 def test_gradients_equal_plain_autograd_and_add_up_over_micro_batches() -> None:
