@@ -133,7 +133,9 @@ def ours(
     axis = exchange.axis
     cut = Cut.of(lengths, axis.size)
     rows = torch.from_numpy(cut.rows(axis.rank))
-    assert cut.padding == 0, f"{lengths} cannot be compared row by row on {axis.size} ranks"
+    assert cut.cp * cut.t_local == cut.tokens, (
+        f"{lengths} cannot be compared row by row on {axis.size} ranks"
+    )
     call = attending(whole, rows, exchange, exchange.plan(cut, None, rows))
     return Case(name, call, rows, **how)
 

@@ -137,7 +137,7 @@ def report_update(arguments: argparse.Namespace, dtype: str) -> bool:
 # --- what rounding changes
 
 
-def nearest(x: Tensor, noise: Tensor) -> Tensor:
+def nearest(x: Tensor, training: Tensor) -> Tensor:
     return x.bfloat16()
 
 
@@ -203,10 +203,10 @@ def report_decay() -> None:
         ratios = []
         for step in range(1, 4001):
             square = torch.randn(n, generator=generator).square_().mul_(1 if step <= 2000 else 0.01)
-            noise = torch.randint(1 << 16, (n,), generator=generator, dtype=torch.int32)
+            training = torch.randint(1 << 16, (n,), generator=generator, dtype=torch.int32)
             for way, old in kept.items():
                 new = old.float().lerp_(square, 1 - beta2)
-                kept[way] = new if way == "float32" else NARROW[way](new, noise)
+                kept[way] = new if way == "float32" else NARROW[way](new, training)
             if step in (2000, 4000):
                 means = {way: x.float().mean() for way, x in kept.items()}
                 ratios.append({way: float(means[way] / means["float32"]) for way in NARROW})

@@ -26,7 +26,7 @@ from penteract.families import model_spec
 from penteract.grid import Grid
 from penteract.mesh import create_mesh, single
 from penteract.nn.model import ModelSpec, Stage
-from penteract.nn.sequences import MicroBatch, Noise
+from penteract.nn.sequences import MicroBatch, Training
 from penteract.parallel.parameters import declared_parameters, materialise
 from penteract.parallel.tensor import TensorParallel
 
@@ -37,13 +37,13 @@ SMALL = {"layers": 4, "hidden": 512, "ffn": 1408, "heads": 8, "kv_heads": 2, "vo
 
 def spec_of(model: dict[str, int], seq: int) -> ModelSpec:
     values: dict[str, Any] = {"model": model, "data": {"seq": seq}, "train": {"steps": 1}}
-    return model_spec(resolve(from_dict(values)).model)
+    return model_spec(resolve(from_dict(values)))
 
 
 def loss_of(model: Stage, tokens: Tensor) -> Tensor:
     flat = tokens.flatten().numpy()
     batch = MicroBatch.of(flat, flat, (tokens.shape[1],) * len(tokens))
-    return model(batch, scale=torch.ones(()), noise=Noise(0, 1, 0)).terms["loss"]
+    return model(batch, scale=torch.ones(()), training=Training(0, 1, 0)).terms["loss"]
 
 
 def kept_bytes(tp: int, sp: bool, recompute: tuple[str, ...], seq: int = 8192) -> int:

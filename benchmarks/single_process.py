@@ -44,7 +44,7 @@ def ours(dtype: str) -> tuple[Step, float]:
     )
     mesh, device = create_mesh(Grid(1), 0), torch.device("cpu")
     run = Run(synthetic_task(config, mesh, device), config, mesh, device)
-    flops = training_flops(model_spec(config.model), [SEQ] * BATCH)
+    flops = training_flops(model_spec(config), [SEQ] * BATCH)
     return lambda: run.update() and None, flops
 
 

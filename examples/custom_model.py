@@ -63,7 +63,7 @@ def sorting_task(config: Config, dp: Axis, device: torch.device) -> Task:
         mine = micro_batches(batch, config.train.micro_batch, dp.size, dp.rank)
         return [samples(range(first + part.start, first + part.stop)) for part in mine]
 
-    def loss(tokens: Tensor, scale: Tensor, noise: object) -> dict[str, Tensor]:
+    def loss(tokens: Tensor, scale: Tensor, training: object) -> dict[str, Tensor]:
         # A sum over the batch, times the scale that the trainer passes: 1 / all ranks' counts.
         wanted = tokens.sort(-1).values
         return {"loss": scale * F.cross_entropy(model(tokens).mT, wanted, reduction="sum")}

@@ -53,6 +53,21 @@ def all_to_all_into(
     return dist.all_to_all_single(as_wire(out), as_wire(x), *sizes, group=group, async_op=True)
 
 
+def has_grouped_product(x: Tensor, weights: Tensor) -> bool:
+    """Whether torch multiplies groups of rows by matrices of their own in one kernel, and faster.
+
+    Its kernel for CUDA wants rows that begin at multiples of 16 bytes; on a CPU products one by
+    one are faster (`benchmarks/moe.py`).
+    """
+    aligned = all(n * x.element_size() % 16 == 0 for n in weights.shape[1:])
+    return x.is_cuda and aligned and x.dtype == torch.bfloat16
+
+
+def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows x [m, i] times weights [e, i, o]; the rows of group e end before `ends[e]`."""
+    return torch.nn.functional.grouped_mm(x, weights, offs=ends)
+
+
 def new_group(
     name: str, ranks: Sequence[int], timeout: timedelta | None, backend: str | None
 ) -> dist.ProcessGroup:

@@ -18,6 +18,7 @@ from penteract.config_sections import (
     DataConfig,
     LogConfig,
     ModelConfig,
+    MoEConfig,
     OptimConfig,
     ParallelConfig,
     RuleConfig,
@@ -25,7 +26,13 @@ from penteract.config_sections import (
     TrainConfig,
 )
 from penteract.config_values import RECOMPUTE
-from penteract.layout_rules import check_layout, check_replicas, divisors
+from penteract.layout_rules import (
+    check_experts,
+    check_inner,
+    check_layout,
+    check_replicas,
+    divisors,
+)
 
 __all__ = [
     "RECOMPUTE",
@@ -34,6 +41,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "LogConfig",
+    "MoEConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
@@ -50,6 +58,7 @@ class Config:
     """The whole configuration of a run."""
 
     model: ModelConfig
+    moe: MoEConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
@@ -75,6 +84,7 @@ def resolve(config: Config) -> Config:
     return dataclasses.replace(
         config,
         model=_resolve_model(config.model, config.data.seq),
+        moe=_resolve_moe(config.moe, config.model, config.parallel.ep),
         optim=_resolve_optim(config.optim, config.train.steps),
         parallel=dataclasses.replace(
             config.parallel, etp=config.parallel.etp or config.parallel.tp
@@ -152,6 +162,51 @@ def _resolve_model(model: ModelConfig, seq: int) -> ModelConfig:
     )
 
 
+def _resolve_moe(moe: MoEConfig | None, model: ModelConfig, ep: int) -> MoEConfig | None:
+    if moe is None:
+        if ep > 1:
+            raise ConfigError(f"parallel.ep = {ep}: the model has no experts; they need [moe]")
+        return None
+    check_experts(moe.experts, ep=ep)
+    if moe.experts % moe.groups:
+        raise ConfigError(
+            f"moe.groups = {moe.groups} does not divide moe.experts = {moe.experts}: it can be "
+            f"{', '.join(map(str, divisors(moe.experts)))}"
+        )
+    topk_groups = moe.topk_groups or moe.groups
+    if topk_groups > moe.groups:
+        raise ConfigError(
+            f"moe.topk_groups = {topk_groups} of moe.groups = {moe.groups}: it can be at most that"
+        )
+    reach = moe.experts // moe.groups * topk_groups
+    if moe.topk > reach:
+        raise ConfigError(
+            f"moe.topk = {moe.topk} experts for a token that can choose among {reach}: moe.topk "
+            f"can be at most {reach}"
+        )
+    if moe.shared_gate and moe.shared_ffn is None:
+        raise ConfigError("moe.shared_gate = true needs shared experts: give moe.shared_ffn")
+    if moe.pad and moe.capacity is None:
+        raise ConfigError("moe.pad = true needs moe.capacity, to which experts are padded")
+    if moe.balance == "sinkhorn" and moe.groups > 1:
+        raise ConfigError('moe.balance = "sinkhorn" chooses among all experts: use moe.groups = 1')
+    beyond = [i for i in moe_layers(moe, model.layers) if i >= model.layers]
+    if beyond or not moe_layers(moe, model.layers):
+        raise ConfigError(
+            f"moe.layers = {moe.layers!r}: blocks are 0 to {model.layers - 1}, and at least one "
+            f"has experts"
+        )
+    return dataclasses.replace(moe, ffn=moe.ffn or model.ffn, topk_groups=topk_groups)
+
+
+def moe_layers(moe: MoEConfig, layers: int) -> tuple[int, ...]:
+    """The numbers of the blocks that have experts."""
+    if isinstance(moe.layers, tuple):
+        return moe.layers
+    every = 1 if moe.layers == "all" else moe.layers
+    return tuple(range(every - 1, layers, every))
+
+
 def _resolve_optim(optim: OptimConfig, steps: int) -> OptimConfig:
     if optim.min_lr > optim.lr:
         raise ConfigError(
@@ -189,13 +244,10 @@ def check_world(parallel: ParallelConfig, world: int) -> None:
     sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep", "etp")}
     check_layout(world, sizes, parallel.order)
     check_replicas(parallel.replicas, dp=world // (parallel.tp * parallel.cp * parallel.pp))
-    if parallel.cp_inner is not None and parallel.cp % parallel.cp_inner:
-        raise ConfigError(
-            f"parallel.cp_inner = {parallel.cp_inner} does not divide parallel.cp = {parallel.cp}: "
-            f"it can be {', '.join(map(str, divisors(parallel.cp)))}"
-        )
-    if parallel.ep != 1:
-        raise ConfigError(
-            f"parallel.ep = {parallel.ep}: this release splits training over tp, cp, pp and dp "
-            f"only; `penteract layout` draws any layout"
-        )
+    grouped = parallel.cp_comm == "hierarchical" and parallel.cp > 1
+    if grouped and parallel.cp_inner is not None:
+        check_inner(parallel.cp_inner, cp=parallel.cp)
+    etp = parallel.etp or parallel.tp
+    if parallel.ep > 1 or etp != parallel.tp:
+        edp = world // (etp * parallel.ep * parallel.pp)
+        check_replicas(parallel.replicas, dp=edp, axis="edp")

@@ -33,6 +33,7 @@ from penteract.config import (
     DataConfig,
     LogConfig,
     ModelConfig,
+    MoEConfig,
     OptimConfig,
     ParallelConfig,
     SourceConfig,
@@ -45,14 +46,19 @@ LARGEST_FILE_BYTES = 1 << 18
 
 def keys() -> list[str]:
     """Every dotted key, in the order of the dataclasses."""
-    sections = [(f.name, f.type) for f in dataclasses.fields(Config)]
-    types = {c.__name__: c for c in _SECTIONS}
-    return [f"{s}.{f.name}" for s, t in sections for f in dataclasses.fields(types[str(t)])]
+    return [f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)]
 
 
-_SECTIONS = (
-    ModelConfig, ParallelConfig, DataConfig, OptimConfig, TrainConfig, CheckpointConfig, LogConfig,
-)  # fmt: skip
+SECTIONS = {
+    "model": ModelConfig,
+    "moe": MoEConfig,
+    "parallel": ParallelConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+    "log": LogConfig,
+}
 
 
 def did_you_mean(word: str, known: Sequence[str], *, prefix: str = "") -> str:
@@ -129,10 +135,12 @@ def _settings(
     path: Path | None, overrides: list[str], parser: argparse.ArgumentParser
 ) -> type[BaseSettings]:
     """The settings class that reads the command line, then the file."""
-    fields: dict[str, Any] = {
-        f.name: (t, ... if f.default is dataclasses.MISSING else f.default)
-        for f, t in zip(dataclasses.fields(Config), _SECTIONS, strict=True)
-    }
+    fields: dict[str, Any] = {}
+    for f in dataclasses.fields(Config):
+        kind: Any = SECTIONS[f.name]
+        absent = f.default is None  # the section may be
+        default = ... if f.default is dataclasses.MISSING else f.default
+        fields[f.name] = (kind | None if absent else kind, default)
 
     class Base(BaseSettings):
         model_config = SettingsConfigDict(extra="forbid")

@@ -15,6 +15,7 @@ from penteract.config_values import (
     RECOMPUTE,
     Count,
     Fraction,
+    MoELayers,
     Natural,
     Positive,
     Real,
@@ -81,6 +82,55 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class MoEConfig:
+    """Experts in place of the feed-forward layer; without this section there are none."""
+
+    experts: Count = Field(examples=[4, 6, 12])
+    """Experts in a layer."""
+    topk: Count = Field(default=2, examples=[1, 2, 3])
+    """Experts that each token takes."""
+    ffn: Count | None = Field(default=None, examples=[None, 5, 8])
+    """Width of an expert; model.ffn unless given."""
+    shared_ffn: Count | None = Field(default=None, examples=[None, 6])
+    """Width of all shared experts together, which every token passes; none unless given."""
+    shared_gate: bool = Field(default=False, examples=[False, True])
+    """Each token decides by a sigmoid how much of the shared experts it takes."""
+    layers: MoELayers = Field(default="all", examples=["all", 2, (0,)])
+    """Which blocks have experts: all, n (every n-th, from number n-1 on), or a list of numbers."""
+    score: Literal["softmax", "sigmoid"] = Field(default="softmax", examples=["softmax", "sigmoid"])
+    """How the router's logits become weights."""
+    normalise: bool = Field(default=True, examples=[True, False])
+    """Weights of a token's experts add up to 1; softmax is then that of the chosen logits alone."""
+    route_scale: Positive = Field(default=1.0, examples=[1.0, 2.5])
+    """Factor of all weights."""
+    groups: Count = Field(default=1, examples=[1, 2])
+    """Groups that the experts are in; a token takes experts of the best groups only."""
+    topk_groups: Count | None = Field(default=None, examples=[None, 1])
+    """How many groups are the best ones; all unless given."""
+    balance: Literal["none", "aux", "seq_aux", "global_aux", "bias", "sinkhorn"] = Field(
+        default="aux", examples=["none", "aux", "seq_aux", "global_aux", "bias", "sinkhorn"]
+    )
+    """What keeps experts evenly loaded: a loss over each micro-batch, each sequence, or by the last
+    step's loads; a bias on the choice; sinkhorn, which chooses as evenly as it can; or nothing."""
+    balance_weight: Annotated[Real, Field(ge=0)] = Field(default=1e-2, examples=[1e-2, 0.5])
+    """Weight of the balancing loss."""
+    z_weight: Annotated[Real, Field(ge=0)] = Field(default=0.0, examples=[0.0, 1e-2])
+    """Weight of the squared log-sum-exp of the router's logits."""
+    bias_rate: Positive = Field(default=1e-3, examples=[0.05])
+    """By how much an expert's bias moves in a step."""
+    capacity: Positive | None = Field(default=None, examples=[None, 0.5, 1.0])
+    """An expert takes at most capacity times its even share of a micro-batch; any unless given."""
+    drop: Literal["score", "position"] = Field(default="score", examples=["score", "position"])
+    """Whom a full expert drops: those of least score, or those that come last."""
+    pad: bool = Field(default=False, examples=[False, True])
+    """Give every expert as many rows as its capacity, so that shapes do not depend on routing."""
+    dispatcher: Literal["all_to_all", "all_gather", "fused"] = Field(
+        default="all_to_all", examples=["all_to_all", "all_gather"]
+    )
+    """How tokens reach experts: only where needed, everywhere, or by DeepEP (CUDA)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
     """Sizes of the mesh; data parallelism takes what is left of the world."""
 
@@ -113,9 +163,9 @@ class ParallelConfig:
     """What carries messages between stages; what carries the others unless given."""
     pp_timeout_s: Positive = 600.0
     """Give up, naming what is missing, when a message between stages has not come for so long."""
-    ep: Count = 1
+    ep: Count = Field(default=1, examples=[1, 2, 3, 4])
     """Expert-parallel size."""
-    etp: Count | None = None
+    etp: Count | None = Field(default=None, examples=[None, 1, 2])
     """Expert-tensor-parallel size; tp unless given."""
     order: str = "tp-cp-ep-dp-pp"
     """Axes, fastest-varying first."""
@@ -170,7 +220,8 @@ class DataConfig:
     packing: bool = Field(default=False, examples=[False, True])
     """Cut each sequence where a document starts: positions restart, attention stays inside."""
     predict_across: bool = False
-    """With packing: a document's last token is to predict the next document's first."""
+    """With packing: a document's last token is to predict the next document's first. No
+    conversation predicts another."""
     balance: bool = Field(default=False, examples=[False, True])
     """Order the samples of each step so that attention costs alike in all micro-batches; without
     packing all samples cost the same, and nothing changes."""

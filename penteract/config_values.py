@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -36,3 +36,5 @@ def _recompute_kind(value: str) -> str:
 Recompute = Annotated[
     tuple[Annotated[str, AfterValidator(_recompute_kind)], ...], BeforeValidator(_recompute)
 ]
+
+MoELayers = Literal["all"] | Count | tuple[Natural, ...]

@@ -70,11 +70,20 @@ def check_experts(experts: int, *, ep: int) -> None:
         )
 
 
-def check_replicas(replicas: int, *, dp: int) -> None:
+def check_inner(inner: int, *, cp: int) -> None:
+    """Refuse groups of `inner` context ranks that do not split `cp` evenly; raises UserError."""
+    if inner < 1 or cp % inner:
+        raise UserError(
+            f"cp_inner = {inner} does not divide cp = {cp}; "
+            f"values that work: cp_inner {_either(divisors(cp))}"
+        )
+
+
+def check_replicas(replicas: int, *, dp: int, axis: str = "dp") -> None:
     """Refuse `replicas` that do not split the data axis evenly; raises UserError."""
     if replicas < 1 or dp % replicas:
         raise UserError(
-            f"replicas = {replicas} does not divide dp = {dp}; "
+            f"replicas = {replicas} does not divide {axis} = {dp}; "
             f"values that work: replicas {_either(nearest(replicas, divisors(dp)))}"
         )
 

@@ -18,6 +18,8 @@ AXES = (
     "world",
 )  # also the one global order in which groups are created
 
+TOKENS = "etp-ep"  # its messages are in flight beside those of gradients
+
 
 class Traffic:
     """What was sent over one axis: per call name, how often and how many bytes left this rank."""
@@ -69,9 +71,9 @@ def create_mesh(grid: Grid, rank: int, *, timeout: timedelta | None = None) -> M
 
     Needs the default process group of `grid.world` ranks unless the world is 1. A group of one rank
     is none; a group of the whole world is the default group; a fusion with the ranks of one of its
-    parts has that part's group. Axes of the two grids do not share a communicator otherwise, since
-    their messages may be in flight at once. `timeout` bounds each collective; None is the
-    backend's own.
+    parts has that part's group. "etp-ep" has one of its own. Axes of the two grids do not share a
+    communicator otherwise, since their messages may be in flight at once. `timeout` bounds each
+    collective; None is the backend's own.
     Raises ValueError where the default process group has another size or rank.
     """
     if grid.world > 1:
@@ -82,12 +84,12 @@ def create_mesh(grid: Grid, rank: int, *, timeout: timedelta | None = None) -> M
         row = rows[np.nonzero(rows == rank)[0][0]]
         ranks = tuple(int(r) for r in row)
         group = None
-        if len(ranks) == grid.world > 1:
+        if len(ranks) == grid.world > 1 and name != TOKENS:
             group = dist.group.WORLD
         elif len(ranks) > 1:
             within = set(name.split("-"))
             parts = (a for p, a in axes.items() if set(p.split("-")) < within)
-            same = [part.group for part in parts if part.ranks == ranks]
+            same = [part.group for part in parts if part.ranks == ranks and name != TOKENS]
             group = same[0] if same else compat.new_group(name, ranks, timeout, None)
         axes[name] = Axis(name, len(ranks), ranks.index(rank), ranks, group)
     axes["tied"] = _tied_axis(axes["pp"], rank, timeout)

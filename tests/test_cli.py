@@ -181,7 +181,7 @@ def test_data_chat_inspect_and_show(tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out.splitlines()
     places = [line.partition("  conversations ")[2].partition("  ")[0] for line in shown]
     assert sorted(places) == ["0 1", "2"]
-    assert "'user: Hello!" in shown[0]
+    assert "'user:\\nHello!" in shown[0]
     assert exit_code(["data", "show", str(config), "--step", "1", "--data.packing=false"]) == 2
     assert "need data.packing = true" in capsys.readouterr().err
     chats.write_text(json.dumps({"messages": talk[:1]}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from penteract.config import (
     SourceConfig,
     TrainConfig,
     check_world,
+    moe_layers,
 )
 from penteract.config_file import from_dict, help_text, keys, load, split_config, to_dict, to_toml
 from penteract.errors import UserError
@@ -378,14 +380,52 @@ def test_no_steps_is_a_configuration(tmp_path: Path) -> None:
     assert load(write(tmp_path, train={"steps": 0})).optim.decay == 1
 
 
-@pytest.mark.parametrize("axis", ["ep"])
-def test_an_axis_that_is_not_offered_is_named(axis: str) -> None:
+def test_sizes_that_no_world_of_the_layout_has_are_named() -> None:
     check_world(ParallelConfig(tp=2), 6)
-    check_world(ParallelConfig(cp=2), 6)
-    with pytest.raises(ConfigError, match=f"parallel.{axis} = 2: this release splits"):
-        check_world(ParallelConfig(**{axis: 2}), 4)
+    check_world(ParallelConfig(ep=2), 4)
     with pytest.raises(UserError, match=r"world = 5 .*world 4 or 6"):
-        check_world(ParallelConfig(**{axis: 2}), 5)
+        check_world(ParallelConfig(ep=2), 5)
+    with pytest.raises(UserError, match=r"replicas = 2 does not divide edp = 1; .*replicas 1"):
+        check_world(ParallelConfig(ep=4, replicas=2), 4)
+
+
+MOE = {"experts": 8, "topk": 3, "groups": 4, "topk_groups": 2}
+
+
+@pytest.mark.parametrize(
+    ("moe", "said"),
+    [
+        ({"experts": 6}, r"experts = 6 do not divide evenly over ep = 4; .* ep 3 or 6"),
+        ({"groups": 3}, r"moe.groups = 3 does not divide moe.experts = 8: it can be 1, 2, 4, 8"),
+        ({"topk_groups": 5}, r"moe.topk_groups = 5 of moe.groups = 4"),
+        ({"topk": 5}, r"moe.topk = 5 experts .* among 4: moe.topk can be at most 4"),
+        ({"shared_gate": True}, r"moe.shared_gate = true needs .*moe.shared_ffn"),
+        ({"pad": True}, r"moe.pad = true needs moe.capacity"),
+        ({"balance": "sinkhorn"}, r"use moe.groups = 1"),
+        ({"layers": [7]}, r"moe.layers = \(7,\): blocks are 0 to 1"),
+        ({"layers": 3}, r"moe.layers = 3: .* at least one has experts"),
+        ({"score": "sofmax"}, r"moe.score"),
+        ({"expert": 8}, r"moe.expert: unknown key \(did you mean moe.experts\?\)"),
+    ],
+)  # fmt: skip
+def test_experts_that_cannot_be_are_refused(
+    tmp_path: Path, moe: dict[str, object], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        load(write(tmp_path, moe={**MOE, **moe}, parallel={"ep": 4}))
+
+
+def test_expert_parallelism_without_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel.ep = 2: the model has no experts"):
+        load(write(tmp_path, parallel={"ep": 2}))
+
+
+def test_experts_have_the_width_of_the_model_unless_told(tmp_path: Path) -> None:
+    found = load(write(tmp_path, moe={"experts": 8}))
+    assert found.moe is not None
+    assert (found.moe.ffn, found.moe.topk_groups) == (found.model.ffn, 1)
+    assert moe_layers(found.moe, 4) == (0, 1, 2, 3)
+    assert moe_layers(dataclasses.replace(found.moe, layers=2), 5) == (1, 3)
 
 
 def test_a_wrong_order_is_refused() -> None:

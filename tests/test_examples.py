@@ -114,7 +114,7 @@ def trained(model: nn.Module, ranks: int, folder: Path | None = None) -> list[to
         task = Task(
             model=model,
             batches=lambda step: [samples(step)[world.rank :: world.size]],
-            forward=whole(lambda tokens, scale, noise: {"loss": scale * loss_of(model, tokens)}),
+            forward=whole(lambda tokens, scale, training: {"loss": scale * loss_of(model, tokens)}),
             count=lambda tokens: tokens[:, 1:].numel(),
             tokens=lambda step: 36,
         )

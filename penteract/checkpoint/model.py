@@ -20,13 +20,13 @@ from penteract.mesh import Axis, create_channels, single
 from penteract.nn.model import Stage, Stages
 from penteract.nn.pipelined import Pipelined
 from penteract.parallel.buckets import Slot
-from penteract.parallel.parameters import declared_parameters
+from penteract.parallel.parameters import declared_parameters, kept_tensors, place_kept
 from penteract.parallel.pipeline.stages import cut
 from penteract.parallel.tensor import TensorParallel
-from penteract.placement import Fragment, Placement
+from penteract.placement import Fragment, Placement, whole
 
 # Tensors of a run that are not its weights stand under these prefixes.
-STATE_PREFIXES = ("master/", "exp_avg/", "exp_avg_sq/", "momentum/")
+STATE_PREFIXES = ("master/", "exp_avg/", "exp_avg_sq/", "momentum/", "load/")
 
 
 def boxes(prefix: str, placement: Placement, stored: Tensor) -> Iterator[tuple[Shard, Tensor]]:
@@ -35,6 +35,14 @@ def boxes(prefix: str, placement: Placement, stored: Tensor) -> Iterator[tuple[S
     for fragment in placement.fragments():
         view = stored[fragment.local.slices()].view(fragment.box.size)
         yield Shard(prefix + fragment.tensor, fragment.shape, dtype, fragment.box), view
+
+
+def kept(model: nn.Module) -> Iterator[tuple[Shard, Tensor]]:
+    """What a model keeps besides parameters: every rank holds it whole."""
+    for layer, attribute, name in kept_tensors(model):
+        x: Tensor = getattr(layer, attribute)
+        dtype, shape = str(x.dtype).removeprefix("torch."), tuple(x.shape)
+        yield Shard(name, shape, dtype, whole(shape)), x
 
 
 def owned(
@@ -53,7 +61,7 @@ def load_model(
     manifest = read_manifest(path)
     config = from_dict(manifest.config)
     alone, dtype = TensorParallel(single("tp")), getattr(torch, config.train.dtype)
-    model = Stage(model_spec(config.model), alone, dtype=dtype)
+    model = Stage(model_spec(config), alone, dtype=dtype)
     load(path, _allocate(model, device), skip=STATE_PREFIXES)
     return model.eval(), config, manifest.state
 
@@ -64,7 +72,7 @@ def load_pipelined(
     """As `load_model`, one stage on each rank of `pp`; all of them call it together."""
     manifest = read_manifest(path)
     config = from_dict(manifest.config)
-    spec, dtype = model_spec(config.model), getattr(torch, config.train.dtype)
+    spec, dtype = model_spec(config), getattr(torch, config.train.dtype)
     names = cut(spec.layer_names, pp.size)
     alone = TensorParallel(single("tp"))
     stages = Stages(spec, alone, {pp.rank: names[pp.rank]}, dtype=dtype)
@@ -80,4 +88,6 @@ def _allocate(model: nn.Module, device: torch.device | str) -> list[tuple[Shard,
         shape, dtype = entry.placement.shape, entry.parameter.dtype
         entry.replace(torch.empty(shape, dtype=dtype, device=device))
         wanted += boxes("", entry.placement, entry.parameter.detach())
-    return wanted
+    place_kept(model, device)
+    model_state = [(shard, x) for shard, x in kept(model) if shard.tensor.partition("/")[1] == ""]
+    return [*wanted, *model_state]

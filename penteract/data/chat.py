@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,9 +160,14 @@ def _message(number: int, message: object) -> Message:
         raise UserError(f"message {number} ({role}) has an empty content, or one that is no text")
     if more := [key for key, value in message.items() if key not in ("role", "content") and value]:
         raise UserError(f"message {number} ({role}) has {', '.join(more)}: only role and content")
-    if any(ord(c) >= _SHIELD for c in content) or not _is_unicode(content):
-        raise UserError(f"message {number} ({role}): half of a surrogate pair, or U+100000 or up")
+    _check_text(content, f"message {number} ({role})")
     return {"role": role, "content": content}
+
+
+def _check_text(text: str, what: str, *, shields: Collection[str] = ()) -> None:
+    """UserError where `text` is not Unicode, or marks names by others than `shields`."""
+    if not _is_unicode(text) or set(_SHIELDED.findall(text)) - set(shields):
+        raise UserError(f"{what}: half of a surrogate pair, or a character U+100000 or up")
 
 
 def _is_unicode(text: str) -> bool:
@@ -179,7 +184,7 @@ def encode(
     """Tokens of a conversation [n], and 1 for each that is the assistant's [n]."""
     names = list(tokenizer.specials)
     shielded = [{**m, "content": _shield(m["content"], names)} for m in messages]
-    whole = template.render(shielded)
+    whole = _rendered(shielded, template)
     ids, places = _tokenize(whole, names, tokenizer)
     special = np.isin(ids, list(tokenizer.specials.values()))
     mask = np.zeros(len(ids), np.uint8)
@@ -207,9 +212,10 @@ def encode(
 
 def question(text: str, template: ChatTemplate, tokenizer: Tokenizer) -> tuple[list[int], int]:
     """A user's message as the beginning of an answer, and the token that ends the answer."""
+    _check_text(text, "the question")
     names = list(tokenizer.specials)
     asked = [{"role": "user", "content": _shield(text, names)}]
-    ids, _ = _tokenize(template.render(asked, answer=True), names, tokenizer)
+    ids, _ = _tokenize(_rendered(asked, template, answer=True), names, tokenizer)
     end = end_of_turn(template, tokenizer)
     return ids.tolist(), tokenizer.end_of_document if end is None else end
 
@@ -223,6 +229,14 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     )
     answer = ids[mask == 1].tolist()
     return answer[-1] if answer and answer[-1] in tokenizer.specials.values() else None
+
+
+def _rendered(messages: Sequence[Message], template: ChatTemplate, *, answer: bool = False) -> str:
+    """The text of messages; UserError where the template adds characters that mark names."""
+    text = template.render(messages, answer=answer)
+    shields = [c for message in messages for c in _SHIELDED.findall(message["content"])]
+    _check_text(text, f"template {template.name}", shields=shields)
+    return text
 
 
 def _shield(text: str, names: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ import xxhash
 from penteract.data.blend import Blend
 from penteract.data.indexed import DataError, IndexedFile, Ints
 from penteract.data.order import SourceOrder, split_samples
-from penteract.data.rows import rows_of
+from penteract.data.rows import Rows, rows_of
 from penteract.data.samples import Samples
 from penteract.data.tokenizers import Tokenizer
 from penteract.errors import UserError
@@ -152,32 +152,20 @@ class TrainSource:
 class ValidSource:
     """A fixed set of samples in file order, the same at every evaluation.
 
-    It is the first `sequences` samples of the file, or of its last `valid_fraction`; all of them
-    where `sequences` is None or more than there are. `packing` and `predict_across` are those of
-    `TrainSource`. Raises DataError where there is no sample.
+    It is the first `sequences` rows of a file, or of its last `valid_fraction`; all of them where
+    `sequences` is None or more than there are. Raises DataError where there is no sample.
     """
 
     def __init__(
-        self,
-        prefix: Prefix,
-        *,
-        seq: int,
-        vocab: int | None = None,
-        sequences: int | None = None,
-        valid_fraction: float | None = None,
-        packing: bool = False,
-        predict_across: bool = False,
+        self, rows: Rows, *, sequences: int | None = None, valid_fraction: float | None = None
     ) -> None:
         assert sequences is None or sequences > 0, sequences
-        file = IndexedFile(prefix, vocab)
-        self.rows = rows_of(file, seq, packing=packing, predict_across=predict_across)
-        self.name = file.name
-        self.seq = seq
-        held = range(len(self.rows))
+        self.rows, self.name = rows, rows.file.name
+        held = range(len(rows))
         if valid_fraction is not None:
-            held = split_samples(len(held), valid_fraction, file.prefix)[1]
+            held = split_samples(len(held), valid_fraction, rows.file.prefix)[1]
         if not held:
-            raise DataError(f"{file.prefix}: valid_fraction {valid_fraction} holds no sample")
+            raise DataError(f"{rows.file.prefix}: valid_fraction {valid_fraction} holds no sample")
         self._held = held if sequences is None else held[:sequences]
 
     def __len__(self) -> int:

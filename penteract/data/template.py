@@ -25,10 +25,12 @@ Message = Mapping[str, str]
 
 DEFAULT = """\
 {% for message in messages %}
-{{ message.role }}: {{ message.content }}{{ eos_token }}
+{{ message.role }}:
+{{ message.content }}{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}
-assistant: {% endif %}
+assistant:
+{% endif %}
 """
 
 
@@ -99,7 +101,8 @@ def find_template(
     elif spec != "bytes" and jinja.exists():
         name, source = str(jinja), _of_file(jinja)
     elif settings.get("chat_template"):
-        name, source = str(beside / "tokenizer_config.json"), _of_settings(settings)
+        beside /= "tokenizer_config.json"
+        name, source = str(beside), _of_settings(beside, settings)
     else:
         name, source = "(default)", DEFAULT
     names = {number: text for text, number in tokenizer.specials.items()}
@@ -109,7 +112,7 @@ def find_template(
 
 def _of_file(path: Path) -> str:
     if path.suffix == ".json":
-        return _of_settings(_settings(path))
+        return _of_settings(path, _settings(path))
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -130,14 +133,15 @@ def _settings(path: Path) -> dict[str, Any]:
     return found
 
 
-def _of_settings(settings: Mapping[str, Any]) -> str:
+def _of_settings(path: Path, settings: Mapping[str, Any]) -> str:
     """The `chat_template` of a tokenizer_config.json: a text, or the one named default of some."""
     found = settings.get("chat_template")
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
+        named = (entry for entry in found if isinstance(entry, dict))
+        default = (entry for entry in named if entry.get("name") == "default")
+        found = next(default, {}).get("template")
     if not isinstance(found, str):
-        raise UserError("the tokenizer_config.json has no text under chat_template, or no default")
+        raise UserError(f"template {path}: no text under chat_template, or none named default")
     return found
 
 

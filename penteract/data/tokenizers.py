@@ -132,7 +132,9 @@ class JsonTokenizer:
         ids = self._inner.get_vocab(with_added_tokens=True)
         self.name = Path(path).name
         self.vocab = max(ids.values()) + 1
-        self.end_of_document = ids[_end_name(path, ids, end_of_document)]
+        end = _end_name(path, ids, end_of_document)
+        self.end_of_document = ids[end]
+        self._inner.add_special_tokens([end])  # which keeps its number; it may be a plain entry
         added = self._inner.get_added_tokens_decoder()
         self.specials: Mapping[str, int] = {
             token.content: i for i, token in sorted(added.items()) if token.special

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -19,7 +17,6 @@ from penteract.data.indexed import (
     MAGIC,
     TOKEN_DTYPES,
     DataError,
-    IndexedFile,
     Ints,
     token_dtype,
 )
@@ -89,27 +86,11 @@ class IndexedWriter:
         self._file.write(tokens.astype(self.dtype).tobytes())
         if mask is not None:
             self._mask.write(mask.astype(np.uint8).tobytes())
-        self._add_rows(lengths, starts, self._rows + 1 + np.arange(len(lengths), dtype=np.int64))
-        self._bytes += len(tokens) * self.dtype.itemsize
-
-    def add_file(self, file: IndexedFile) -> None:
-        """Appends all of another token file of the same dtype, as stored."""
-        if file.dtype != self.dtype:
-            raise DataError(f"{file.prefix}: tokens are {file.dtype}, the others are {self.dtype}")
-        if (file.mask is not None) != self.masked:
-            raise DataError(f"{file.prefix}: only some of the files have a mask")
-        with open(f"{file.prefix}.bin", "rb") as source:
-            shutil.copyfileobj(source, self._file, 1 << 22)
-        if file.mask is not None:
-            self._mask.write(file.mask.tobytes())
-        self._add_rows(file.lengths, self._bytes + file.offsets, self._rows + file.documents[1:])
-        self._bytes += file.bin_bytes
-
-    def _add_rows(self, lengths: NDArray[Any], offsets: Ints, boundaries: Ints) -> None:
         self._lengths.append(lengths.astype("<i4"))
-        self._offsets.append(offsets.astype("<i8"))
-        self._documents.append(boundaries.astype("<i8"))
+        self._offsets.append(starts.astype("<i8"))
+        self._documents.append(self._rows + 1 + np.arange(len(lengths), dtype="<i8"))
         self._rows += len(lengths)
+        self._bytes += len(tokens) * self.dtype.itemsize
 
     def __exit__(
         self,
@@ -159,18 +140,6 @@ class IndexedWriter:
                 os.replace(self._part(ending), f"{self.prefix}{ending}")
         os.replace(self._part(".idx"), f"{self.prefix}.idx")
         os.replace(self._part(".bin"), f"{self.prefix}.bin")
-
-
-def merge(prefixes: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
-    """Joins token files of one dtype into one: the documents of the first, then the second, …"""
-    files = [IndexedFile(prefix) for prefix in prefixes]
-    if not files:
-        raise DataError("merge needs at least one token file")
-    writer = IndexedWriter(output, vocab=_MAX_LENGTH, masked=files[0].mask is not None)
-    writer.dtype = files[0].dtype
-    with writer:
-        for file in files:
-            writer.add_file(file)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from penteract.config import ModelConfig
+from penteract.config import Config
 from penteract.families import gpt2, llama
 from penteract.nn.model import ModelSpec
 
 
-def model_spec(model: ModelConfig) -> ModelSpec:
-    """The structure that a resolved `[model]` section asks for."""
-    return {"llama": llama.spec, "gpt2": gpt2.spec}[model.family](model)
+def model_spec(config: Config) -> ModelSpec:
+    """The structure that `[model]` and `[moe]` of a resolved configuration ask for."""
+    return {"llama": llama.spec, "gpt2": gpt2.spec}[config.model.family](config)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from typing import Literal
 
-from penteract.config import ModelConfig
+from penteract.config import Config, MoEConfig, moe_layers
 from penteract.nn.attention import AttentionSpec
 from penteract.nn.block import BlockSpec
 from penteract.nn.mlp import MLPSpec
 from penteract.nn.model import ModelSpec
+from penteract.nn.moe import MoESpec
 from penteract.nn.norm import NormSpec
+from penteract.nn.router import RouterSpec
 
 
 def decoder(
-    model: ModelConfig,
+    config: Config,
     *,
     norm: Literal["rms", "layer"],
     activation: Literal["swiglu", "gelu"],
     rotary: bool,
 ) -> ModelSpec:
-    """The structure of a resolved `[model]` section; without rotary positions they are learned."""
+    """The structure of a resolved configuration; without rotary positions they are learned."""
+    model, moe = config.model, config.moe
     assert model.vocab
     assert model.kv_heads
     assert model.head_size
@@ -37,15 +40,42 @@ def decoder(
         backend=model.attention,
         dropout=model.attention_dropout,
     )
-    mlp = MLPSpec(model.ffn, activation, model.bias)
-    norms = NormSpec(norm, model.norm_eps)
+    mlp, norms = MLPSpec(model.ffn, activation, model.bias), NormSpec(norm, model.norm_eps)
+    blocks = [BlockSpec(attention, mlp, norms, model.dropout)] * model.layers
+    if moe is not None:
+        experts = _experts(moe, activation, bias=model.bias)
+        for number in moe_layers(moe, model.layers):
+            blocks[number] = BlockSpec(attention, experts, norms, model.dropout)
     return ModelSpec(
         vocab=model.vocab,
         hidden=model.hidden,
-        blocks=(BlockSpec(attention, mlp, norms, model.dropout),) * model.layers,
+        blocks=tuple(blocks),
         norm=norms,
         positions=None if rotary else model.max_positions,
         tied=model.tied,
         dropout=model.dropout,
         init_std=model.init_std,
     )
+
+
+def _experts(moe: MoEConfig, activation: Literal["swiglu", "gelu"], *, bias: bool) -> MoESpec:
+    assert moe.ffn
+    assert moe.topk_groups
+    router = RouterSpec(
+        experts=moe.experts,
+        topk=moe.topk,
+        score=moe.score,
+        normalise=moe.normalise,
+        scale=moe.route_scale,
+        groups=moe.groups,
+        topk_groups=moe.topk_groups,
+        balance=moe.balance,
+        balance_weight=moe.balance_weight,
+        z_weight=moe.z_weight,
+        bias_rate=moe.bias_rate,
+        capacity=moe.capacity,
+        drop=moe.drop,
+    )
+    shared = None if moe.shared_ffn is None else MLPSpec(moe.shared_ffn, activation, bias)
+    expert = MLPSpec(moe.ffn, activation, bias)
+    return MoESpec(router, expert, shared, moe.shared_gate, moe.pad)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from penteract.config import ModelConfig
+from penteract.config import Config
 from penteract.families.decoder import decoder
 from penteract.nn.model import ModelSpec
 
 
-def spec(model: ModelConfig) -> ModelSpec:
-    return decoder(model, norm="layer", activation="gelu", rotary=False)
+def spec(config: Config) -> ModelSpec:
+    return decoder(config, norm="layer", activation="gelu", rotary=False)

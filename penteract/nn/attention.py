@@ -11,7 +11,7 @@ from penteract.mesh import Axis
 from penteract.nn.build import Build
 from penteract.nn.norm import Norm, NormSpec
 from penteract.nn.rope import apply_rotary
-from penteract.nn.sequences import Noise, Sequences
+from penteract.nn.sequences import Sequences, Training
 from penteract.parallel.context.blocks import newest
 from penteract.parallel.context.exchange import attend
 from penteract.parallel.context.kernels import Backend, Kernel, dropping, kernel_of
@@ -78,9 +78,20 @@ class Heads:
         served = [min(stop, (j + 1) * group) - max(start, j * group) for j in range(first, last)]
         return cls((start, stop), (first, last), spec.kv_heads % axis.size != 0, tuple(served))
 
+    @property
+    def attended(self) -> tuple[int, int]:
+        """Query heads and key/value heads that attention gets here, the latter after `spread`."""
+        a = self.q[1] - self.q[0]
+        return a, (len(self.served) if self._even else a)
+
+    @property
+    def _even(self) -> bool:
+        """Whether the key/value heads serve equally many query heads."""
+        return len(set(self.served)) <= 1
+
     def spread(self, x: Tensor) -> Tensor:
         """Keys or values [t, g', d], repeated where the heads do not serve equally many."""
-        if len(set(self.served)) <= 1:
+        if self._even:
             return x
         parts = zip(x.split(1, dim=-2), self.served, strict=True)
         sizes = [-1] * (x.ndim - 2)
@@ -134,16 +145,16 @@ class Attention(Layer):
         self,
         x: Tensor,
         sequences: Sequences,
-        noise: Noise | None = None,
+        training: Training | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
         qkv = self.qkv(x, sequences.part(self.stream).sizes)  # [t, (a+2g)d/tp]
-        out = self.recompute("core", self._core, qkv, sequences, noise, cache)  # [t, a·d/tp]
+        out = self.recompute("core", self._core, qkv, sequences, training, cache)  # [t, a·d/tp]
         result: Tensor = self.o(out)
         return result
 
     def _core(
-        self, qkv: Tensor, sequences: Sequences, noise: Noise | None, cache: Cache | None
+        self, qkv: Tensor, sequences: Sequences, training: Training | None, cache: Cache | None
     ) -> Tensor:
         d = self.spec.head_size
         q, k, v = (y.unflatten(1, (-1, d)) for y in qkv.split(self.qkv.sizes, dim=1))
@@ -156,15 +167,15 @@ class Attention(Layer):
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if cache is not None:
             return self._cached(q, k, v, sequences, cache).flatten(1)
-        return self._attend(q, k, v, sequences, self._kernel(noise)).flatten(1)
+        return self._attend(q, k, v, sequences, self._kernel(training)).flatten(1)
 
-    def _kernel(self, noise: Noise | None) -> Kernel:
+    def _kernel(self, training: Training | None) -> Kernel:
         rate = self.spec.dropout
-        if noise is None or rate == 0.0:
+        if training is None or rate == 0.0:
             return self.kernel
         heads = tuple(range(*self.heads.q))
         return dropping(
-            self.kernel, Drop(rate, noise.seed, noise.stream(f"{self.name}.scores"), heads)
+            self.kernel, Drop(rate, training.seed, training.stream(f"{self.name}.scores"), heads)
         )
 
     def _cached(

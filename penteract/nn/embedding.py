@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penteract.collectives import Operation
 from penteract.nn.build import Build
 from penteract.nn.dropout import dropout
-from penteract.nn.sequences import Noise, Sequences
+from penteract.nn.sequences import Sequences, Training
 from penteract.parallel.parameters import (
     Boundary,
     Layer,
@@ -78,7 +78,7 @@ class Embedding(Layer):
         else:
             self.register_parameter("positions", None)
 
-    def forward(self, tokens: Tensor, sequences: Sequences, noise: Noise | None) -> Tensor:
+    def forward(self, tokens: Tensor, sequences: Sequences, training: Training | None) -> Tensor:
         axis, part = self.tp.axis, sequences.part(self.tp.stream)
         mine = (tokens >= self.start) & (tokens < self.stop)
         # Another rank's tokens look up row 0, which is masked; alone, a bad token is an error.
@@ -89,7 +89,7 @@ class Embedding(Layer):
         x = self.tp.sum(x)  # [t, h] P(tp) -> the stream
         if self.positions is not None:
             x = x + _Lookup.apply(part.positions, self.positions, self.gradients)
-        return dropout(x, self.dropout, name=self.name, rows=part.rows, noise=noise)
+        return dropout(x, self.dropout, name=self.name, rows=part.rows, training=training)
 
 
 def vocabulary_rows(name: str, vocab: int, hidden: int, build: Build) -> Placement:

@@ -23,8 +23,10 @@ from penteract.nn.build import Build
 from penteract.nn.embedding import Embedding
 from penteract.nn.loss import CROSS_ENTROPY, Head, Objective
 from penteract.nn.norm import Norm, NormSpec
-from penteract.nn.sequences import MicroBatch, Noise, Sequences
+from penteract.nn.sequences import MicroBatch, Sequences, Training
 from penteract.parallel.context.exchange import Exchange
+from penteract.parallel.expert.dispatchers import Name as Dispatch
+from penteract.parallel.expert.places import ExpertParallel
 from penteract.parallel.pipeline.executor import Output
 from penteract.parallel.recompute import Recompute
 from penteract.parallel.tensor import TensorParallel
@@ -68,6 +70,8 @@ class Stage(nn.Module):
         vocab_multiple: int = 1,
         embedding: Embedding | None = None,
         exchange: Exchange | None = None,
+        experts: ExpertParallel | None = None,
+        dispatcher: Dispatch = "all_to_all",
     ) -> None:
         super().__init__()
         self.spec, self.tp = spec, tp
@@ -75,8 +79,11 @@ class Stage(nn.Module):
         output_std = spec.init_std / math.sqrt(2 * max(1, len(spec.blocks)))
         inits = Init("normal", spec.init_std), Init("normal", output_std)
         build = Build(tp, dtype, *inits, vocab_multiple=vocab_multiple, tied=spec.tied)
+        build = dataclasses.replace(build, dispatcher=dispatcher)
         if exchange is not None:
             build = dataclasses.replace(build, exchange=exchange)
+        if experts is not None:
+            build = dataclasses.replace(build, experts=experts)
         self.names = tuple(spec.layer_names if names is None else names)
         start = spec.layer_names.index(self.names[0]) if self.names else 0
         assert self.names == spec.layer_names[start : start + len(self.names)], "not a slice"
@@ -93,7 +100,7 @@ class Stage(nn.Module):
         stream: Tensor | None = None,
         *,
         scale: Tensor,
-        noise: Noise | None = None,
+        training: Training | None = None,
         objective: Objective = CROSS_ENTROPY,
     ) -> Output:
         """Run the stage's layers. `stream` comes from the stage before; the first has none.
@@ -107,7 +114,7 @@ class Stage(nn.Module):
             if isinstance(layer, Head):
                 assert stream is not None
                 return Output(None, layer(stream, batch, scale, objective))
-            stream = _apply(layer, stream, batch.tokens, batch.sequences, noise)
+            stream = _apply(layer, stream, batch.tokens, batch.sequences, training)
         return Output(stream)
 
     @property
@@ -209,11 +216,11 @@ def _apply(
     stream: Tensor | None,
     tokens: Tensor,
     sequences: Sequences,
-    noise: Noise | None,
+    training: Training | None,
     cache: Cache | None = None,
 ) -> Tensor:
     if isinstance(layer, Embedding):
-        return layer(tokens, sequences, noise)
+        return layer(tokens, sequences, training)
     if isinstance(layer, Block):
-        return layer(stream, sequences, noise, cache)
+        return layer(stream, sequences, training, cache)
     return layer(stream)

@@ -29,6 +29,7 @@ class Rows:
     sizes: tuple[int, ...]  # rows of each rank
     positions: Tensor  # of this rank's
     rows: Tensor  # of this rank's
+    real: Tensor  # of this rank's
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Sequences:
     positions: Tensor  # [t/cp] int64: place in its sequence; 0 where a row is padding
     rows: Tensor  # [t/cp] int64: number of the token in the whole micro-batch; −1 where padding
     weights: Tensor  # [t/cp] loss weights, 0 where a token does not count
+    real: Tensor  # [t/cp] bool: whether a row is no padding
     past: int = 0  # tokens of each sequence already in a key/value cache
     _tables: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor]] = field(
         default_factory=dict, repr=False, compare=False
@@ -57,12 +59,13 @@ class Sequences:
         lengths: tuple[int, ...],
         *,
         weights: Tensor | None = None,
+        real: NDArray[Any] | None = None,
         past: int = 0,
         device: torch.device | str = "cpu",
         cp: Axis | None = None,
     ) -> Sequences:
         """Sequences one behind the other, cut over `cp`; every token counts 1 unless `weights` [t]
-        are given.
+        are given, and is real unless `real` [t] says otherwise.
         """
         size, rank = (1, 0) if cp is None else (cp.size, cp.rank)
         cut = Cut.of(lengths, size)
@@ -74,7 +77,10 @@ class Sequences:
         mine = torch.from_numpy(cut.take(every.numpy(), rank, fill=0))
         positions = torch.from_numpy(cut.positions(rank)) + past
         rows = torch.from_numpy(cut.rows(rank))
-        return cls(cut, positions, rows, mine, past).moved(lambda x: x.to(device))
+        there = rows >= 0
+        if real is not None:
+            there = torch.from_numpy(cut.take(real, rank, fill=False))
+        return cls(cut, positions, rows, mine, there, past).moved(lambda x: x.to(device))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -91,7 +97,12 @@ class Sequences:
     def moved(self, move: Callable[[Tensor], Tensor]) -> Sequences:
         """The same with its tensors as `move` makes them."""
         return Sequences(
-            self.cut, move(self.positions), move(self.rows), move(self.weights), self.past
+            self.cut,
+            move(self.positions),
+            move(self.rows),
+            move(self.weights),
+            move(self.real),
+            self.past,
         )
 
     def part(self, axis: Axis) -> Rows:
@@ -101,8 +112,13 @@ class Sequences:
             sizes = tuple(even_sizes(len(self.rows), axis.size))
             start = sum(sizes[: axis.rank])
             mine = slice(start, start + sizes[axis.rank])
-            self._parts[key] = Rows(sizes, self.positions[mine], self.rows[mine])
+            self._parts[key] = Rows(sizes, self.positions[mine], self.rows[mine], self.real[mine])
         return self._parts[key]
+
+    def numbers(self, rows: Tensor) -> Tensor:
+        """Which sequence each of these rows belongs to; the first where it is padding."""
+        ends = torch.tensor(self.lengths, device=rows.device).cumsum(0)
+        return torch.searchsorted(ends, rows.clamp(min=0), right=True)
 
     def rotary(self, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of every row's rotary angles, [t, d/2] each, made once per micro-batch."""
@@ -134,11 +150,12 @@ class MicroBatch:
         lengths: tuple[int, ...],
         *,
         weights: NDArray[Any] | None = None,
+        real: NDArray[Any] | None = None,
         cp: Axis | None = None,
     ) -> MicroBatch:
-        """This rank's rows, on the host, of tokens, labels and weights [t] of whole sequences."""
+        """This rank's rows, on the host, of what is given for whole sequences, [t] each."""
         given = None if weights is None else torch.from_numpy(weights)
-        sequences = Sequences.of(lengths, weights=given, cp=cp)
+        sequences = Sequences.of(lengths, weights=given, real=real, cp=cp)
         rank = 0 if cp is None else cp.rank
         tokens, labels = (sequences.cut.take(x, rank, fill=0) for x in (tokens, labels))
         return cls(torch.from_numpy(tokens), torch.from_numpy(labels), sequences)
@@ -149,12 +166,14 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Where dropout masks come from: with a layer's name, the stream of its one global mask."""
+class Training:
+    """What layers must know of the update that a forward is part of; evaluation has none."""
 
     seed: int
     step: int
     micro_batch: int  # number in the step, over all ranks
+    share: Tensor | float = 0.0  # what sums over tokens are multiplied by for their step's mean
 
     def stream(self, name: str) -> str:
+        """Of the one global dropout mask of layer `name`."""
         return f"dropout/{self.step}/{self.micro_batch}/{name}"

@@ -19,15 +19,17 @@ operations an element, its exchange one element each, and what one rank computes
 |-----------------------------------------|----------|-----------------------------|--------------|
 | what it holds, to the owners            | tp-dp-cp | at most that                | in each step |
 | results of its matrices, to all holders | tp-dp-cp | once for every copy         | in each step |
+| names and shapes of its matrices        | tp-dp-cp | JSON, to n-1 ranks          | at the start |
 | the list of boxes that it holds         | tp-dp-cp | 40 a box, to n-1 ranks      | at the start |
 
-What must hold: every rank lists the same matrices in the same order; momentum stays finite, since a
-skipped step changes nothing. Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon;
-Liu et al., arXiv:2502.16982 (weight decay, the factor).
+What must hold: every rank lists the same matrices in the same order, those of other ranks' experts
+too; momentum stays finite, since a skipped step changes nothing. Sources: Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982 (weight decay, the factor).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 
@@ -75,7 +77,7 @@ class Muon:
         self.moments, self.optim, self.axis = moments, optim, axis
         buckets = moments.buckets
         self.dtype = max((b.kind.wide for b in buckets), key=lambda dtype: dtype.itemsize)
-        self.matrices = _matrices(buckets)
+        self.matrices = _matrices(buckets, axis)
         number = {matrix.name: i for i, matrix in enumerate(self.matrices)}
         self.held: list[Held] = [
             (number[fragment.tensor], fragment.box)
@@ -147,12 +149,15 @@ class Muon:
             yield part, x.view(part.box.size)
 
 
-def _matrices(buckets: Sequence[Bucket]) -> list[Matrix]:
-    """All logical matrices of the buckets, by name: the same on ranks that hold other parts."""
+def _matrices(buckets: Sequence[Bucket], axis: Axis) -> list[Matrix]:
+    """The logical matrices of all ranks' buckets, by name; in a dry run this rank's alone."""
     pieces = (p for b in buckets for slot in b.slots for p in slot.entry.placement.pieces)
     shapes = {piece.tensor: piece.shape for piece in pieces}
     for name, shape in shapes.items():
         assert len(shape) == 2, f"{name} of shape {shape} is no matrix"
+    if compat.has_values(buckets[0].master):
+        for answer in exchange(json.dumps(shapes).encode(), axis):
+            shapes.update((name, tuple(shape)) for name, shape in json.loads(answer).items())
     return [Matrix(name, shapes[name]) for name in sorted(shapes)]
 
 

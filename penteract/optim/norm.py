@@ -1,9 +1,15 @@
 """What is measured of all gradients at once: every logical element once, whatever the layout.
 
-Own gradients are complete after `Buffers.finish`. A bucket's measure is reduced over the ranks that
-share out its ownership and over the axes that split its parameters, then all over the pipeline's
+Own gradients are complete after `Buffers.finish`. A bucket's measure is reduced over the axes that
+split its parameters and over the ranks that share out its ownership, then all over the pipeline's
 stages; replicas, and the copies of a tied weight, count once. Gaps between parameters and padding
 hold zero.
+
+| what                         | axes, one after another          | bytes each | when             |
+|------------------------------|----------------------------------|------------|------------------|
+| of dense parameters          | tp where it splits them, dp-cp   | 8          | once a split     |
+| of experts                   | ep and etp where they split, edp | 8          | once a split     |
+| of a stage                   | pp                               | 8          | once             |
 """
 
 from __future__ import annotations
@@ -35,19 +41,21 @@ def gradient_norm(buffers: Buffers, axes: Mapping[str, Axis], *, order: float = 
 
 def count_zeros(buffers: Buffers, axes: Mapping[str, Axis]) -> Tensor:
     """How many elements of all logical tensors have a gradient of exactly 0; an int64 scalar."""
-    slots = (slot for slot in buffers.slots() if _counts(slot.bucket, buffers))
-    pieces = (piece for slot in slots for piece in slot.entry.placement.pieces)
-    shapes = {piece.tensor: piece.shape for piece in pieces}
-    here = sum(torch.Size(shape).numel() for shape in shapes.values())
-    total = all_reduce_(torch.tensor(here, device=buffers.device), axes.get("pp", ALONE))
-    return total - _over_owners(buffers, axes, torch.count_nonzero, "sum")
+    return _over_owners(buffers, axes, _zeros, "sum").to(torch.int64)
 
 
-def _square(flat: Tensor) -> Tensor:
+def _zeros(bucket: Bucket) -> Tensor:
+    """Of what this rank owns of logical tensors: gaps and padding, zeros too, are none of it."""
+    owned = sum(fragment.box.numel for _, fragment, _ in bucket.owned(bucket.own_gradient))
+    return owned - torch.count_nonzero(bucket.own_gradient).double()
+
+
+def _square(bucket: Bucket) -> Tensor:
     """The sum of squares in float64, from norms of short runs.
 
     One long float32 sum loses digits on a CPU: 7e-4 of 2^24 elements, 4 % of 2^28.
     """
+    flat = bucket.own_gradient
     whole = len(flat) // RUN * RUN
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, RUN), dim=1)
     rest = torch.linalg.vector_norm(flat[whole:])
@@ -59,7 +67,8 @@ def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
     return torch.ones_like(norm) if limit == 0 else (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _largest(x: Tensor) -> Tensor:
+def _largest(bucket: Bucket) -> Tensor:
+    x = bucket.own_gradient
     if len(x) == 0:  # a tensor rank may hold nothing of a kind
         return x.new_zeros((), dtype=torch.float64)
     largest = torch.linalg.vector_norm(x, float("inf")).double()
@@ -68,19 +77,22 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _over_owners(
-    buffers: Buffers, axes: Mapping[str, Axis], measure: Callable[[Tensor], Tensor], op: str
+    buffers: Buffers, axes: Mapping[str, Axis], measure: Callable[[Bucket], Tensor], op: str
 ) -> Tensor:
     """Sum or largest of every bucket's measure over all owners of something else."""
-    found: dict[tuple[str, ...], list[Tensor]] = {}
+    found: dict[tuple[tuple[str, ...], str], list[Tensor]] = {}
+    shards: dict[str, Axis] = {}
     for bucket in buffers.buckets:
         if _counts(bucket, buffers):
-            found.setdefault(bucket.kind.split_axes, []).append(measure(bucket.own_gradient))
+            shard = bucket.kind.sharding.shard
+            shards[shard.name] = shard
+            found.setdefault((bucket.kind.split_axes, shard.name), []).append(measure(bucket))
     parts = []
-    for split_axes, values in sorted(found.items()):
+    for (split_axes, owners), values in sorted(found.items()):
         value = _joined(values, op)
         for name in split_axes:
             all_reduce_(value, axes[name], op)
-        parts.append(all_reduce_(value, buffers.sharding.shard, op))
+        parts.append(all_reduce_(value, shards[owners], op))
     whole = (
         _joined(parts, op) if parts else torch.zeros((), dtype=torch.float64, device=buffers.device)
     )

@@ -2,7 +2,8 @@
 
 Parameters of one kind (same type, decay, and axes) lie one behind the other in the order in which
 backward reaches them, cut into buckets. Every bucket is cut into equal slices, one for each rank of
-`Sharding.shard`: what a rank owns of gradients, masters and moments are its slices.
+`Sharding.shard`: what a rank owns of gradients, masters and moments are its slices. Experts lie on
+another factorisation of the same ranks: their kinds have a sharding of their own, over edp.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from penteract.mesh import Axis, single
+from penteract.mesh import Axis, single, split_axis
 from penteract.parallel.parameters import Declared
 from penteract.pending import Pending
 from penteract.placement import Fragment, flat_view
@@ -43,6 +44,12 @@ class Sharding:
     def whole(cls, axis: Axis, *, overlap: bool = True) -> Sharding:
         """Stage 0: every rank owns everything."""
         return cls(single(axis.name), axis, overlap=overlap)
+
+    @classmethod
+    def over(cls, axis: Axis, stage: int, replicas: int, overlap: bool, offload: bool) -> Sharding:
+        """ZeRO's `stage`, so many owners of a slice. All ranks of the world call it together."""
+        shard, replicate = split_axis(axis, replicas) if stage else (single(axis.name), axis)
+        return cls(shard, replicate, stage, overlap, offload)
 
 
 class Units:
@@ -110,6 +117,25 @@ class Bucket:
             values = torch.empty(len(own), dtype=own.dtype, pin_memory=True).copy_(values)
         own.copy_(values, non_blocking=True)
 
+    def allocate(self, device: torch.device) -> None:
+        """Memory for what the stage keeps, zeros."""
+        kind = self.kind
+        own = self.own.stop - self.own.start
+        if kind.group.frozen:
+            self.own_gradient = torch.zeros(0, dtype=kind.wide, device=device)
+        elif kind.sharding.stage < 2:
+            self.gradient = torch.zeros(self.numel, dtype=kind.wide, device=device)
+            self.own_gradient = self.gradient[self.own]
+        else:
+            self.own_gradient = torch.zeros(own, dtype=kind.wide, device=device)
+        if self.kept:
+            self.parameters = torch.zeros(self.numel, dtype=kind.dtype, device=device)
+            self.own_parameters = self.parameters[self.own]
+        else:
+            self.own_parameters = torch.zeros(own, dtype=kind.dtype, device=device)
+        apart = kind.narrow or (kind.sharding.offload and not kind.group.frozen)
+        self.master = self.state(kind.wide) if apart else self.own_parameters
+
     def wait(self) -> None:
         """Return once the parameters are those of the last step."""
         if self.gathering is not None:
@@ -172,7 +198,7 @@ class Kind:
     matrix: bool
     group: Group
     split_axes: tuple[str, ...]
-    more_axes: tuple[str, ...]  # where gradients are partial besides the data ranks
+    more_axes: tuple[str, ...]  # where gradients are partial besides the ranks of the sharding
     sharding: Sharding
     buckets: list[Bucket] = field(default_factory=list)
 
@@ -187,7 +213,7 @@ class Kind:
         return self.wide != self.dtype and not self.group.frozen
 
 
-_Key = tuple[torch.dtype, bool, bool, Group, tuple[str, ...], tuple[str, ...]]
+_Key = tuple[torch.dtype, bool, bool, Group, tuple[str, ...], tuple[str, ...], Sharding]
 
 
 def lay_out(
@@ -195,31 +221,34 @@ def lay_out(
     units: Units,
     sharding: Sharding,
     *,
+    experts: Sharding | None = None,
     group_of: Callable[[Declared], Group],
     bucket_bytes: int | None,
 ) -> list[Kind]:
     """Kinds with their buckets and slots, without memory.
 
     `order` is that in which backward completes the parameters. A bucket is of one pipeline stage,
-    in ZeRO's stage 3 of one unit.
+    in ZeRO's stage 3 of one unit. `experts` is the sharding of what lies on the experts' grid.
     """
     members: dict[_Key, list[tuple[Declared, int]]] = {}
-    reduced = sharding.shard.name.split("-")
     for entry in order:
         p = entry.placement
+        mine = experts if "edp" in p.axes else sharding
+        assert mine is not None, f"{entry.name}: its axes are those of experts: no sharding of them"
+        reduced = mine.shard.name.split("-")  # the axes whose sum the sharding makes
         more = tuple(axis for axis in sorted(p.partial_axes) if axis not in reduced)
         group = group_of(entry)
         if not entry.parameter.requires_grad:
             group = Group(frozen=True)
-        key = (entry.parameter.dtype, p.decay, p.matrix, group, p.split_axes, more)
+        key = (entry.parameter.dtype, p.decay, p.matrix, group, p.split_axes, more, mine)
         members.setdefault(key, []).append((entry, units.of(entry)[0]))
     kinds = []
     for key, entries in members.items():
-        kind = Kind(*key, sharding)
-        limit_bytes = bucket_bytes or max(BUCKET_BYTES, SLICE_BYTES * sharding.shard.size)
+        kind = Kind(*key)
+        limit_bytes = bucket_bytes or max(BUCKET_BYTES, SLICE_BYTES * kind.sharding.shard.size)
         start = 0
         limit = limit_bytes // kind.wide.itemsize
-        for together, unit in _groups(entries, units.stages, sharding, limit):
+        for together, unit in _groups(entries, units.stages, kind.sharding, limit):
             bucket = _bucket(kind, together, start, unit)
             bucket.stage = units.stages[unit]
             used = {units.stages[i] for entry in together for i in units.of(entry)}

@@ -15,6 +15,9 @@ one hook for parameters that autograd accumulates. When a bucket's last paramete
 reduction starts. With replicas the slices have r owners each: sums go over the n ranks that share
 them out, then over the r that own the same.
 
+Copies of an expert lie on other ranks than those of a dense parameter. Experts have buckets of
+their own, which a second sharding cuts over edp as the first one does the others over dp-cp.
+
 | what                          | axis      | bytes a rank     | when              | hidden behind |
 |-------------------------------|-----------|------------------|-------------------|---------------|
 | a bucket's gradient, stage 1  | shard     | (n-1)/n · it     | last micro-batch  | backward      |
@@ -22,11 +25,13 @@ them out, then over the r that own the same.
 | its slice, and all in stage 0 | replicate | 2 (r-1)/r · it   | last micro-batch  | backward      |
 | its parameters, stages 1, 2   | shard     | (n-1)/n · it     | after a step      | next forward  |
 | own gradients partial over tp | tp        | 2 (tp-1)/tp · it | at the end, once  | nothing       |
+| of experts, partial over etp  | etp       | as over tp       | at the end, once  | nothing       |
 | those of tied weights         | tied      | it               | at the end, once  | nothing       |
 | parameters that had values    | both      | them             | at the start      | nothing       |
 
 What must hold: sums, never averages (the loss carries the global count); at least float32; every
-rank starts the same buckets in the same order. Source: Rajbhandari et al., arXiv:1910.02054.
+rank starts the same buckets in the same order and waits for them in it, so that messages over dp-cp
+and over edp cannot block each other. Source: Rajbhandari et al., arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -68,7 +73,8 @@ class Buffers:
     `end_backward`; then `finish`, an optimizer's update of the masters, and `publish`. `more_axes`
     are axes over which some gradients are partial too, such as those of a norm over local heads, or
     on rows of a split stream, over tp, and those of a weight that two stages hold; these few are
-    summed in `finish`.
+    summed in `finish`. `experts` is the sharding of parameters of experts, for a model with some;
+    its stage and overlap are those of `sharding`.
     """
 
     def __init__(
@@ -76,12 +82,15 @@ class Buffers:
         model: nn.Module,
         sharding: Sharding,
         *,
+        experts: Sharding | None = None,
         seed: int,
         device: torch.device | str = "cpu",
         bucket_bytes: int | None = None,
         more_axes: Sequence[Axis] = (),
         group_of: Callable[[Declared], Group] = lambda entry: Group(),
     ) -> None:
+        how = (sharding.stage, sharding.overlap)
+        assert experts is None or (experts.stage, experts.overlap) == how, "one stage for all"
         self.sharding, self.device = sharding, torch.device(device)
         self.more_axes = {axis.name: axis for axis in more_axes}
         self._in_flight: deque[tuple[Bucket, Pending, bool]] = deque()  # and whether it is the last
@@ -92,7 +101,9 @@ class Buffers:
         self._held: Held | None = None  # where weight gradients wait
         order = declared_parameters(model)[::-1]  # the order in which backward completes them
         units = Units(model)
-        kinds = lay_out(order, units, sharding, group_of=group_of, bucket_bytes=bucket_bytes)
+        kinds = lay_out(
+            order, units, sharding, experts=experts, group_of=group_of, bucket_bytes=bucket_bytes
+        )
         for kind in kinds:
             # Without an axis for them, both users of a tied weight are on this rank.
             unknown = set(kind.more_axes) - {*self.more_axes, "tied"}
@@ -106,7 +117,7 @@ class Buffers:
         self.kinds = [kind for kind in kinds if not kind.group.frozen]
         self.buckets = [b for b in self.all_buckets if not b.kind.group.frozen]  # to be trained
         for bucket in self.all_buckets:
-            _allocate(bucket, self.device)
+            bucket.allocate(self.device)
             _fill(bucket, seed)
         slots = [slot for bucket in self.all_buckets for slot in bucket.slots]
         slots.sort(key=lambda slot: place[id(slot.entry)])
@@ -125,8 +136,9 @@ class Buffers:
             if isinstance(module, Layer):
                 module.gradients = self
             mine = [self._slots[id(p)].bucket for p in module.parameters(recurse=False)]
-            if mine and self.sharding.shard.size > 1:
-                module.register_forward_pre_hook(_waiting(mine))
+            gathered = [bucket for bucket in mine if bucket.kind.sharding.shard.size > 1]
+            if gathered:
+                module.register_forward_pre_hook(_waiting(gathered))
 
     def slots(self) -> Iterable[Slot]:
         """The slot of every parameter that is trained, in the order of backward."""
@@ -241,9 +253,10 @@ class Buffers:
         changed = self.all_buckets if frozen else self.buckets
         for bucket in reversed(changed):  # the order of the next forward
             bucket.round_master()
-            if bucket.parameters is not None and self.sharding.shard.size > 1:
+            shard = bucket.kind.sharding.shard
+            if bucket.parameters is not None and shard.size > 1:
                 bucket.gathering = start_all_gather_into(
-                    bucket.parameters, bucket.own_parameters, self.sharding.shard
+                    bucket.parameters, bucket.own_parameters, shard
                 )
                 if not self.sharding.overlap:
                     bucket.wait()
@@ -270,14 +283,17 @@ class Buffers:
                     self._target(slot).zero_()
                     slot.fresh = False
             assert bucket.gradient is not None
-            pending = start_reduce_scatter_(bucket.gradient, self.sharding.shard)
-            self._in_flight.append((bucket, pending, self._last))
-            if self.sharding.stage >= 2:
+            sharding = bucket.kind.sharding
+            pending = start_reduce_scatter_(bucket.gradient, sharding.shard)
+            if sharding.stage >= 2:
                 bucket.gradient = None  # freed when its sum is there
                 for slot in bucket.slots:
                     slot.fresh = True
-            at_once = self.sharding.shard.size == 1 or not self.sharding.overlap
-            self._settle(0 if at_once else IN_FLIGHT)
+            if sharding.shard.size == 1:  # nothing is on its way, nor need others' sums be here
+                self._take(bucket, pending, last=self._last)
+            else:
+                self._in_flight.append((bucket, pending, self._last))
+                self._settle(IN_FLIGHT if sharding.overlap else 0)
             self._started += 1
 
     def _close(self, unit: int) -> None:
@@ -292,15 +308,19 @@ class Buffers:
         """Take in sums until only so many are on their way."""
         while len(self._in_flight) > left:
             bucket, pending, last = self._in_flight.popleft()
-            part = pending.wait()
-            if bucket.summed:
-                bucket.own_gradient.add_(part)
-            elif self.sharding.stage >= 2:
-                bucket.own_gradient.copy_(part)  # else it is the gradient's own part
-            bucket.summed = True
-            if last:
-                work = start_all_reduce_(bucket.own_gradient, self.sharding.replicate)
-                self._replicas.append(work)
+            self._take(bucket, pending, last=last)
+
+    def _take(self, bucket: Bucket, pending: Pending, *, last: bool) -> None:
+        """Take in the sum over a bucket's owners; after the last, the replicas' is begun."""
+        part = pending.wait()
+        if bucket.summed:
+            bucket.own_gradient.add_(part)
+        elif bucket.kind.sharding.stage >= 2:
+            bucket.own_gradient.copy_(part)  # else it is the gradient's own part
+        bucket.summed = True
+        if last:
+            work = start_all_reduce_(bucket.own_gradient, bucket.kind.sharding.replicate)
+            self._replicas.append(work)
 
     def _target(self, slot: Slot) -> Tensor:
         """Where the gradient of a parameter is to be written."""
@@ -350,26 +370,6 @@ def _sum_together(flats: Sequence[Tensor], axis: Axis) -> None:
         joined = all_reduce_(torch.cat(alike), axis)
         for flat, part in zip(alike, joined.split([len(x) for x in alike]), strict=True):
             flat.copy_(part)
-
-
-def _allocate(bucket: Bucket, device: torch.device) -> None:
-    """Memory for what the stage keeps of a bucket; parameters become views of it."""
-    kind, stage = bucket.kind, bucket.kind.sharding.stage
-    own = bucket.own.stop - bucket.own.start
-    if kind.group.frozen:
-        bucket.own_gradient = torch.zeros(0, dtype=kind.wide, device=device)
-    elif stage < 2:
-        bucket.gradient = torch.zeros(bucket.numel, dtype=kind.wide, device=device)
-        bucket.own_gradient = bucket.gradient[bucket.own]
-    else:
-        bucket.own_gradient = torch.zeros(own, dtype=kind.wide, device=device)
-    if bucket.kept:
-        bucket.parameters = torch.zeros(bucket.numel, dtype=kind.dtype, device=device)
-        bucket.own_parameters = bucket.parameters[bucket.own]
-    else:
-        bucket.own_parameters = torch.zeros(own, dtype=kind.dtype, device=device)
-    apart = kind.narrow or (kind.sharding.offload and not kind.group.frozen)
-    bucket.master = bucket.state(kind.wide) if apart else bucket.own_parameters
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ second registration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,12 +56,18 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.placements: dict[str, Placement] = {}
+        self.kept: dict[str, str] = {}  # attribute: logical name, of tensors that are no parameter
         self.gradients: WeightGradients | None = None  # set by the buffers of training
 
     def declare(self, attribute: str, placement: Placement, dtype: torch.dtype) -> None:
         """Register parameter `attribute`, without memory until it is materialised."""
         self.register_parameter(attribute, nn.Parameter(torch.empty(0, dtype=dtype)))
         self.placements[attribute] = placement
+
+    def keep(self, attribute: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Have a tensor of zeros, equal on all ranks of a stage, that a checkpoint holds."""
+        setattr(self, attribute, torch.zeros(shape, dtype=dtype))
+        self.kept[attribute] = name
 
     def share(self, attribute: str, owner: Layer, owner_attribute: str) -> None:
         """Use another layer's parameter as this one's `attribute` (tied weights)."""
@@ -109,12 +115,27 @@ def declared_parameters(model: nn.Module) -> list[Declared]:
     return list(found.values())
 
 
+def kept_tensors(model: nn.Module) -> Iterator[tuple[Layer, str, str]]:
+    """Every tensor that a model keeps besides parameters: its layer, attribute, logical name."""
+    for module in model.modules():
+        if isinstance(module, Layer):
+            for attribute, name in module.kept.items():
+                yield module, attribute, name
+
+
+def place_kept(model: nn.Module, device: torch.device | str) -> None:
+    """Move what the model keeps besides parameters to `device`."""
+    for layer, attribute, _ in kept_tensors(model):
+        setattr(layer, attribute, getattr(layer, attribute).to(device))
+
+
 def materialise(model: nn.Module, *, seed: int, device: torch.device | str = "cpu") -> None:
     """Allocate and initialise every parameter: each logical tensor a function of (seed, name)."""
     for entry in declared_parameters(model):
         data = torch.empty(entry.placement.shape, dtype=entry.parameter.dtype, device=device)
         entry.replace(data)
         initialise(data, entry.placement, seed)
+    place_kept(model, device)
 
 
 def parameter_kinds(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from penteract.config import Config, ConfigError
 from penteract.data.build import read_sidecar
-from penteract.data.indexed import Ints
+from penteract.data.indexed import IndexedFile, Ints
 from penteract.data.loader import Prefetcher, TrainSource, ValidSource, micro_batches
 from penteract.data.packing import balanced, costs
-from penteract.data.rows import Rows
+from penteract.data.rows import Rows, rows_of
 from penteract.data.samples import Samples
 from penteract.data.synthetic import SyntheticSource
 from penteract.data.tokenizers import Tokenizer, load_tokenizer
@@ -24,13 +25,14 @@ from penteract.mesh import Axis, Mesh
 from penteract.nn.flops import training_flops
 from penteract.nn.loss import CROSS_ENTROPY, Objective
 from penteract.nn.model import Stages
-from penteract.nn.sequences import MicroBatch, Noise
+from penteract.nn.sequences import MicroBatch, Training
 from penteract.parallel.context.exchanges import exchange_of
+from penteract.parallel.expert.places import ExpertParallel
 from penteract.parallel.pipeline.executor import Output, Shape
 from penteract.parallel.pipeline.timeline import warning
 from penteract.parallel.tensor import TensorParallel
 from penteract.train.batch_ramp import cursor, global_batch
-from penteract.train.pipeline import micro_batches_of
+from penteract.train.pipeline import Plan, micro_batches_of
 from penteract.train.pipeline import plan as make_plan
 from penteract.train.task import Pipeline, Task
 
@@ -65,7 +67,8 @@ def with_vocabulary(config: Config) -> tuple[Config, Tokenizer]:
 def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Task, Config]:
     """This rank's task of a configuration, and the configuration with its vocabulary."""
     config, tokenizer = with_vocabulary(config)
-    source, valid = train_source(config), _valid_sources(config)
+    source = train_source(config)
+    valid = _valid_sources(config, source)
     every = {rows.file.prefix: rows for rows in [*source.rows, *(v.rows for v in valid)]}
     notes = [_note(rows, config, tokenizer) for rows in every.values()]
     task = pretraining_task(config, mesh, device, source)
@@ -76,6 +79,8 @@ def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Ta
         found = source.describe(range(first, first + global_batch(step, config.train)))
         return [str(sample) for sample in found]
 
+    # Conversations never predict across.
+    across = config.data.predict_across and any(rows.file.mask is None for rows in source.rows)
     state = {
         "tokenizer": tokenizer.hash,
         "data": {
@@ -83,10 +88,10 @@ def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Ta
             "seq": config.data.seq,
             # Absent is the same as None, in checkpoints from before these keys.
             "packing": config.data.packing or None,
-            "predict_across": config.data.predict_across or None,
+            "predict_across": across or None,
             "seed": config.data.seed,
         },
-        **_chat(source.rows),
+        **_chat(source.rows, every.values()),
     }
     task = dataclasses.replace(
         task, validation=validation, describe=describe, state=state, notes=[*notes, *task.notes]
@@ -94,18 +99,22 @@ def language_model(config: Config, mesh: Mesh, device: torch.device) -> tuple[Ta
     return task, config
 
 
-def _chat(sources: Sequence[Rows]) -> dict[str, Any]:
-    """The template of the conversations among the sources, for `penteract generate --chat`."""
-    found = [(rows.file.prefix, (read_sidecar(rows.file) or {}).get("chat")) for rows in sources]
-    chats = [(prefix, chat) for prefix, chat in found if chat is not None]
-    for prefix, chat in chats[1:]:
-        if chat["hash"] != chats[0][1]["hash"]:
+def _chat(trained: Sequence[Rows], every: Iterable[Rows]) -> dict[str, Any]:
+    """The template of the conversations among `trained`, for `penteract generate --chat`.
+
+    ConfigError where `every` source, those of validation too, does not have the same one.
+    """
+    found = ((rows.file, (read_sidecar(rows.file) or {}).get("chat")) for rows in every)
+    chats = {file.prefix: chat for file, chat in found if chat is not None}
+    for (one, a), (other, b) in itertools.pairwise(chats.items()):
+        if a["hash"] != b["hash"]:
             raise ConfigError(
-                f"{prefix} was made with the template {chat['name']}, hash {chat['hash'][:8]}, but "
-                f"{chats[0][0]} with {chats[0][1]['name']}, hash {chats[0][1]['hash'][:8]}: train "
-                f"on chats of one template"
+                f"{other} was made with the template {b['name']}, hash {b['hash'][:8]}, but {one} "
+                f"with {a['name']}, hash {a['hash'][:8]}: train and validate on chats of one "
+                f"template"
             )
-    return {"chat": chats[0][1]} if chats else {}
+    kept = [chats[rows.file.prefix] for rows in trained if rows.file.prefix in chats]
+    return {"chat": kept[0]} if kept else {}
 
 
 def _note(rows: Rows, config: Config, tokenizer: Tokenizer) -> str:
@@ -148,7 +157,7 @@ def synthetic_task(config: Config, mesh: Mesh, device: torch.device) -> Task:
     data = config.data
     source = SyntheticSource(
         seq=data.seq,
-        vocab=model_spec(config.model).vocab,
+        vocab=model_spec(config).vocab,
         seed=data.seed,
         packing=data.packing,
     )
@@ -158,46 +167,25 @@ def synthetic_task(config: Config, mesh: Mesh, device: torch.device) -> Task:
 def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: Measured) -> Task:
     """The task on the samples of `source`, without validation."""
     train, seq = config.train, config.data.seq
-    spec, dp, parallel = model_spec(config.model), mesh.axis("dp"), config.parallel
+    spec, plan, parallel = model_spec(config), make_plan(config), config.parallel
     tp = TensorParallel(mesh.axis("tp"), parallel.sp, parallel.tp_overlap)
-    plan, dtype, cp = make_plan(config), getattr(torch, train.dtype), mesh.axis("cp")
-    exchange = exchange_of(
-        parallel.cp_comm, cp, inner=parallel.cp_inner, overlap=parallel.cp_overlap
-    )
-    model = Stages(
-        spec,
-        tp,
-        plan.held(mesh.axis("pp").rank),
-        dtype=dtype,
-        recompute=parallel.recompute,
-        vocab_multiple=parallel.vocab_multiple,
-        exchange=exchange,
-    )
-    objective = Objective(train.label_smoothing, train.z_loss)
-
-    flops: dict[int, float] = {}  # of the last steps that were read
-
-    def read(step: int) -> list[MicroBatch]:
-        first, batch = cursor(step - 1, train), global_batch(step, train)
-        parts = micro_batches(batch, train.micro_batch, dp.size, dp.rank)
-        flops.pop(step - READ_STEPS, None)
-        lengths = source.lengths(range(first, first + batch))
-        flops[step] = training_flops(spec, lengths)
-        order = np.arange(first, first + batch)
-        if config.data.balance:
-            order = first + balanced(costs(lengths, seq), train.micro_batch)
-        return [_read(source, order[p.start : p.stop], cp, device) for p in parts]
-
-    ahead = _ReadAhead(read)
+    model = _model(config, mesh, tp, plan)
+    dtype, objective = getattr(torch, train.dtype), Objective(train.label_smoothing, train.z_loss)
+    reader = _Reader(config, mesh, device, source)
+    ahead = _ReadAhead(reader.read)
 
     def batches(step: int) -> list[MicroBatch]:
         return [_on(device, batch) for batch in ahead(step)]
 
     def forward(
-        stage: int, batch: MicroBatch, stream: Tensor | None, scale: Tensor, noise: Noise | None
+        stage: int,
+        batch: MicroBatch,
+        stream: Tensor | None,
+        scale: Tensor,
+        training: Training | None,
     ) -> Output:
-        aim = objective if noise is not None else CROSS_ENTROPY  # evaluation
-        output: Output = model[stage](batch, stream, scale=scale, noise=noise, objective=aim)
+        aim = objective if training is not None else CROSS_ENTROPY  # evaluation
+        output: Output = model[stage](batch, stream, scale=scale, training=training, objective=aim)
         return output
 
     last = len(plan.stages) - 1
@@ -213,13 +201,46 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: M
         forward=forward,
         count=lambda batch: batch.sequences.weights.sum(),
         tokens=lambda step: global_batch(step, train) * seq,
-        flops=lambda step: flops.get(step, 0.0),
+        flops=lambda step: reader.flops.get(step, 0.0),
         cursor=lambda step: cursor(step, train),
         close=ahead.close,
         pipeline=Pipeline(plan.placement, plan.schedule, boundary),
         notes=[few] if few else [],
         terms=("loss", "z_loss") if train.z_loss else ("loss",),
+        real=None if config.moe is None else lambda batch: batch.sequences.real.sum(),
+        auxiliary=_auxiliary(config),
     )
+
+
+def _model(config: Config, mesh: Mesh, tp: TensorParallel, plan: Plan) -> Stages:
+    """The stages that this rank holds."""
+    parallel = config.parallel
+    exchange = exchange_of(
+        parallel.cp_comm,
+        mesh.axis("cp"),
+        inner=parallel.cp_inner,
+        overlap=parallel.cp_overlap,
+    )
+    return Stages(
+        model_spec(config),
+        tp,
+        plan.held(mesh.axis("pp").rank),
+        dtype=getattr(torch, config.train.dtype),
+        recompute=parallel.recompute,
+        vocab_multiple=parallel.vocab_multiple,
+        exchange=exchange,
+        experts=ExpertParallel.of(mesh),
+        dispatcher="all_to_all" if config.moe is None else config.moe.dispatcher,
+    )
+
+
+def _auxiliary(config: Config) -> tuple[str, ...]:
+    """The losses that routers add."""
+    moe = config.moe
+    if moe is None:
+        return ()
+    balance = ("balance_loss",) if moe.balance.endswith("aux") else ()
+    return (*balance, *(("router_z_loss",) if moe.z_weight else ()))
 
 
 def _read(source: Source, indices: range | Ints, cp: Axis, device: torch.device) -> MicroBatch:
@@ -233,6 +254,29 @@ def _read(source: Source, indices: range | Ints, cp: Axis, device: torch.device)
 
 def _on(device: torch.device, batch: MicroBatch) -> MicroBatch:
     return batch.moved(lambda x: x.to(device, non_blocking=True))
+
+
+class _Reader:
+    """Reads this rank's micro-batches of a step, and counts the FLOPs of the whole step."""
+
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device, source: Measured) -> None:
+        self.flops: dict[int, float] = {}  # of the last steps that were read
+        self._config, self._spec, self._source = config, model_spec(config), source
+        self._dp, self._cp, self._device = mesh.axis("dp"), mesh.axis("cp"), device
+
+    def read(self, step: int) -> list[MicroBatch]:
+        train, data, dp = self._config.train, self._config.data, self._dp
+        first, batch = cursor(step - 1, train), global_batch(step, train)
+        lengths = self._source.lengths(range(first, first + batch))
+        self.flops.pop(step - READ_STEPS, None)
+        self.flops[step] = training_flops(self._spec, lengths)
+        order = np.arange(first, first + batch)
+        if data.balance:
+            order = first + balanced(costs(lengths, data.seq), train.micro_batch)
+        return [
+            _read(self._source, order[p.start : p.stop], self._cp, self._device)
+            for p in micro_batches(batch, train.micro_batch, dp.size, dp.rank)
+        ]
 
 
 class _ReadAhead:
@@ -252,21 +296,16 @@ class _ReadAhead:
             self._prefetcher.stop()
 
 
-def _valid_sources(config: Config) -> list[ValidSource]:
-    data = config.data
-    held_out = not data.valid and data.valid_fraction > 0
-    return [
-        ValidSource(
-            s.prefix,
-            seq=data.seq,
-            vocab=config.model.vocab,
-            sequences=config.train.eval_steps * config.train.global_batch,
-            valid_fraction=data.valid_fraction if held_out else None,
-            packing=data.packing,
-            predict_across=data.predict_across,
-        )
-        for s in (data.train if held_out else data.valid)
-    ]
+def _valid_sources(config: Config, train: TrainSource) -> list[ValidSource]:
+    """Those of data.valid; without them the tails of the training sources, if any are held out."""
+    data, fraction = config.data, None
+    files = [IndexedFile(s.prefix, config.model.vocab) for s in data.valid]
+    how = {"packing": data.packing, "predict_across": data.predict_across}
+    every = [rows_of(file, data.seq, **how) for file in files]
+    if not every and data.valid_fraction > 0:
+        every, fraction = train.rows, data.valid_fraction
+    sequences = config.train.eval_steps * config.train.global_batch
+    return [ValidSource(rows, sequences=sequences, valid_fraction=fraction) for rows in every]
 
 
 def _validation(

@@ -55,7 +55,7 @@ class Plan:
 
 def plan(config: Config) -> Plan:
     """The plan of a resolved configuration that has its vocabulary. Raises UserError."""
-    parallel, spec = config.parallel, model_spec(config.model)
+    parallel, spec = config.parallel, model_spec(config)
     pp, chunks, table = parallel.pp, parallel.chunks, None
     kind = parallel.schedule or ("1f1b" if chunks in (None, 1) else "interleaved")
     if kind.endswith(".json"):

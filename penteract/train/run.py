@@ -18,13 +18,13 @@ from torch import Tensor
 
 from penteract.checkpoint.agreement import together
 from penteract.checkpoint.io import Record, read_manifest, save
-from penteract.checkpoint.model import STATE_PREFIXES, owned
+from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
 from penteract.checkpoint.plan import Shard, changed_state, stored_as
 from penteract.collectives import all_reduce_, exchange, meet
 from penteract.config import Config, ConfigError
 from penteract.config_file import from_dict, to_dict
-from penteract.mesh import Mesh, create_channels, single, split_axis
-from penteract.nn.sequences import Noise
+from penteract.mesh import Mesh, create_channels, single
+from penteract.nn.sequences import Training
 from penteract.optim.groups import group_of, unmatched
 from penteract.optim.loss_scale import LossScale, LossScaleError
 from penteract.optim.norm import clip_coefficient, count_zeros, gradient_norm
@@ -35,6 +35,7 @@ from penteract.parallel.buffers import Buffers
 from penteract.parallel.pipeline.executor import Executor, Output, Shape, Timed
 from penteract.parallel.pipeline.lowering import lower
 from penteract.parallel.pipeline.trace import Row
+from penteract.train.loads import Loads
 from penteract.train.metrics import peak_memory_bytes
 from penteract.train.nonfinite import NonFiniteError, explain, first_parameter
 from penteract.train.pipeline import check_backend
@@ -50,15 +51,14 @@ from penteract.train.saved_state import (
 from penteract.train.task import Task
 
 
-def sharding_of(config: Config, mesh: Mesh) -> Sharding:
-    """Who owns what and where, as `parallel.zero`, `parallel.replicas`, `optim.offload` say."""
-    axis, parallel = mesh.axis("dp-cp"), config.parallel
-    if parallel.zero == 0:
-        sharding = Sharding.whole(axis, overlap=parallel.dp_overlap)
-    else:
-        shard, replicate = split_axis(axis, parallel.replicas)
-        sharding = Sharding(shard, replicate, parallel.zero, parallel.dp_overlap)
-    return dataclasses.replace(sharding, offload=config.optim.offload)
+def sharding_of(config: Config, mesh: Mesh) -> tuple[Sharding, Sharding | None]:
+    """Who owns what of dense parameters, and of experts' where the model has some, and where: as
+    `parallel.zero`, `parallel.replicas`, `optim.offload` say.
+    """
+    parallel = config.parallel
+    how = parallel.zero, parallel.replicas, parallel.dp_overlap, config.optim.offload
+    dense = Sharding.over(mesh.axis("dp-cp"), *how)
+    return dense, None if config.moe is None else Sharding.over(mesh.axis("edp"), *how)
 
 
 def read_values(values: Sequence[Tensor]) -> list[float]:
@@ -85,22 +85,24 @@ class Run:
         self._check_pipeline()
         self.executor = self._executor()
         apart = pipeline.placement[0] != pipeline.placement[-1]
-        more = [mesh.axis("tp"), mesh.axis("tied") if apart else single("tied")]
+        tied = mesh.axis("tied") if apart else single("tied")
         self._programs = functools.cache(
             lambda m: lower(pipeline.schedule(m))[mesh.axis("pp").rank]
         )
         self._forwards = functools.cache(
             lambda m: lower(pipeline.forwards(m))[mesh.axis("pp").rank]
         )
-        sharding = sharding_of(config, mesh)
+        dense, experts = sharding_of(config, mesh)
         self.buffers = Buffers(
             task.model,
-            sharding,
+            dense,
+            experts=experts,
             seed=seed,
             device=device,
-            more_axes=more,
+            more_axes=[mesh.axis("tp"), tied, mesh.axis("etp")],
             group_of=group_of(config.optim.rules),
         )
+        self.loads = Loads(task.model, mesh, device)
         self._check_rules()
         self.optimizer = build(self.buffers, config.optim, mesh.axes, seed=seed)
         self.loss_scale = LossScale.of(config.optim, config.train.dtype)
@@ -154,6 +156,7 @@ class Run:
         batches = self.task.batches(step)
         loaded = time.perf_counter()
         parts = self._gradients(step, batches)
+        parts |= self._auxiliary()
         self.on_gradients(self)
         computed = time.perf_counter()
         order = float(self.config.optim.clip_norm)
@@ -169,6 +172,8 @@ class Run:
         extra = self._after(step, terms, norm_value, skipped=skipped)
         if zeros:
             extra["zero_gradients"] = int(values[-1])
+        if self.config.moe is not None and step % self.config.log.every == 0:
+            extra["experts"] = self.loads.line()
         done = time.perf_counter()
         tokens = self.task.tokens(step)
         self.step, self.tokens = step, self.tokens + tokens
@@ -212,20 +217,27 @@ class Run:
             self.loss_scale.update(finite=not skipped)
         except LossScaleError as error:
             raise NonFiniteError(f"step {step}: {error}") from None
+        if not skipped:
+            self.loads.commit()
         line: dict[str, Any] = {"skipped": True} if skipped else {}
         return {**line, "loss_scale": self.loss_scale.scale} if self.loss_scale.dynamic else line
 
     def _gradients(self, step: int, batches: Sequence[Any]) -> dict[str, Tensor]:
         """Forward and backward of a step: gradients summed over the ranks; this rank's losses."""
         self.task.model.train()
-        count = self._total([self.task.count(batch) for batch in batches])
-        scale = torch.where(count > 0, 1.0 / count, 0.0)  # nothing counted: loss and gradients 0
-        scale = scale * self.loss_scale.scale
+        counts = [[self.task.count(batch) for batch in batches]]
+        if self.task.real is not None:
+            counts.append([self.task.real(batch) for batch in batches])
+        totals = self._totals(*counts)
+        # Nothing counted: losses and gradients are 0.
+        scales = torch.where(totals > 0, 1.0 / totals, 0.0) * self.loss_scale.scale
+        scale, share = scales[0], scales[-1]
         dp = self.mesh.axis("dp")
 
         def forward(stage: int, i: int, stream: Tensor | None) -> Output:
-            noise = Noise(self.config.train.seed, step, i * dp.size + dp.rank)
-            return self.task.forward(stage, batches[i], stream, scale, noise)
+            number = i * dp.size + dp.rank
+            training = Training(self.config.train.seed, step, number, share)
+            return self.task.forward(stage, batches[i], stream, scale, training)
 
         def boundary(stage: int, i: int) -> Shape | None:
             return self.task.pipeline.boundary(stage, batches[i])
@@ -233,10 +245,17 @@ class Run:
         program = self._programs(len(batches))
         self.times = [] if step in self.config.log.trace else None
         self.buffers.begin()
+        self.loads.begin()
         terms = self.executor.run(program, forward, boundary, self.buffers, self.times)
         self.unused = self.buffers.finish()
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         return {**dict.fromkeys(self.task.terms, nothing), **terms}
+
+    def _auxiliary(self) -> dict[str, Tensor]:
+        """This rank's parts of the losses of its routers, as `_agreed` wants them."""
+        self.loads.sum_up()
+        parts = self.loads.losses(list(self.task.auxiliary))
+        return {name: part * self.mesh.axis("tp").size for name, part in parts.items()}
 
     def traced(self) -> list[Row]:
         """When every action of a traced step ran, of all ranks, which call it together; else []."""
@@ -274,11 +293,12 @@ class Run:
         found = [set.intersection(*(set(answers[rank]) for rank in group)) for group in groups]
         return sorted(set[str]().union(*found))
 
-    def _total(self, parts: Sequence[Tensor | float]) -> Tensor:
-        """Sum over this rank's parts and over the data ranks, float64, a scalar."""
-        local = torch.zeros((), dtype=torch.float64, device=self.device)
-        for part in parts:
-            local += part
+    def _totals(self, *several: Sequence[Tensor | float]) -> Tensor:
+        """[n]: n lists, each summed over this rank's parts and the data ranks, in one message."""
+        local = torch.zeros(len(several), dtype=torch.float64, device=self.device)
+        for total, parts in zip(local, several, strict=True):
+            for part in parts:
+                total += part
         return all_reduce_(local, self.axis)
 
     @torch.no_grad()
@@ -294,8 +314,8 @@ class Run:
             while group := list(itertools.islice(found, stages)):
                 sums.append(self._evaluated(group).double())
                 counts += map(self.task.count, group)
-            summed = all_reduce_(self._total(sums), self.mesh.axis("pp"))
-            total, count = self.read([summed, self._total(counts)])
+            summed, counted = self._totals(sums, counts)
+            total, count = self.read([all_reduce_(summed, self.mesh.axis("pp")), counted])
             losses[name] = total / count if count else 0.0
             if not math.isfinite(losses[name]):
                 raise NonFiniteError(f"step {self.step}: loss of {name} = {losses[name]}")
@@ -334,7 +354,7 @@ class Run:
         return save(
             directory,
             record,
-            list(held(self.buffers, self.optimizer)),
+            list(held(self.task.model, self.buffers, self.optimizer)),
             axis=self.mesh.axis("world"),
         )
 
@@ -348,7 +368,7 @@ class Run:
         """
         manifest, world = read_manifest(path), self.mesh.axis("world")
         check_same(path, manifest, self.config, self.task)
-        shards = list(held(self.buffers, self.optimizer))
+        shards = list(held(self.task.model, self.buffers, self.optimizer))
         told = together(world, lambda: sorted({shard.tensor for shard, _ in shards}))
         names = {name for answer in told for name in answer}
         unread, fresh = changed_state(manifest.tensors, names, STATE_PREFIXES)
@@ -383,6 +403,9 @@ class Run:
                 name, dtype = stored_as(saved, shard.tensor, dtypes)
                 skip += [shard.tensor] if name != shard.tensor else []
                 wanted.append((dataclasses.replace(shard, tensor=name, dtype=dtype), view))
+        mine = {shard.tensor: (shard, x) for shard, x in kept(self.task.model)}
+        wanted += [mine[name] for name in mine if name in saved and name not in skip]
+        skip += [name for name in saved if name.endswith(".router.bias") and name not in mine]
         self.buffers.wait()
         load_as(path, wanted, axis=self.mesh.axis("world"), skip=tuple(skip))
         self.buffers.publish(frozen=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penteract.checkpoint.format import Manifest, StoredTensor
 from penteract.checkpoint.io import load
-from penteract.checkpoint.model import STATE_PREFIXES, owned
+from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
 from penteract.checkpoint.plan import Shard
 from penteract.config import Config, ConfigError
 from penteract.config_file import from_dict, to_dict
@@ -22,8 +22,13 @@ from penteract.train.batch_ramp import ramp_until
 from penteract.train.task import Task
 
 
-def held(buffers: Buffers, optimizer: Optimizer) -> Iterator[tuple[Shard, Tensor]]:
-    """Everything saved, as boxes of logical tensors: weights, masters, moments."""
+def held(
+    model: nn.Module, buffers: Buffers, optimizer: Optimizer
+) -> Iterator[tuple[Shard, Tensor]]:
+    """Everything saved, as boxes of logical tensors: weights, what else the model keeps, masters,
+    moments.
+    """
+    yield from kept(model)
     for bucket in buffers.all_buckets:
         narrow = bucket.kind.narrow
         yield from owned("", bucket.owned(bucket.own_parameters if narrow else bucket.master))
@@ -37,11 +42,8 @@ def check_same(path: Path, manifest: Manifest, config: Config, task: Task) -> No
     """Refuse a checkpoint whose model, data or optimizer are others than the run's: ConfigError."""
     state = manifest.state
     theirs = from_dict(manifest.config)  # with the defaults of keys that came after it
-    mine, saved = (
-        {"model": to_dict(c)["model"], "optim": {"name": c.optim.name}} for c in (config, theirs)
-    )
-    mine |= task.state
-    saved |= {key: state.get(key) for key in task.state}
+    mine = _compared(config, task.state)
+    saved = _compared(theirs, {key: state.get(key) for key in task.state})
     seen, step = state["cursor"], state["step"]
     if (would_have := task.cursor(step)) != seen:
         ramp = [list(entry) for entry in ramp_until(step, theirs.train)]
@@ -56,6 +58,18 @@ def check_same(path: Path, manifest: Manifest, config: Config, task: Task) -> No
             + "\n  ".join(wrong)
             + "\nChoose another checkpoint.dir, or start from its weights with checkpoint.load."
         )
+
+
+def _compared(config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run must keep: not how something is computed, nor a template's file."""
+    values = to_dict(config)
+    model, moe = values["model"], values.get("moe", {})
+    for how in ("dispatcher", "pad"):
+        moe.pop(how, None)
+    del model["attention"]
+    chat = state.get("chat")
+    hashed = {"chat": {"hash": chat["hash"]}} if chat else {}
+    return {"model": model, "moe": moe, "optim": {"name": config.optim.name}, **state, **hashed}
 
 
 @torch.no_grad()

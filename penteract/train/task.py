@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penteract.nn.sequences import Noise
+from penteract.nn.sequences import Training
 from penteract.parallel.pipeline.actions import Action, Schedule, Step
 from penteract.parallel.pipeline.executor import Output, Shape
 from penteract.parallel.pipeline.schedules import schedule
@@ -18,13 +18,13 @@ def _none(step: int) -> list[str]:
     return []
 
 
-Forward = Callable[[int, Any, Tensor | None, Tensor, Noise | None], Output]
-Loss = Callable[[Any, Tensor, Noise | None], Mapping[str, Tensor]]
+Forward = Callable[[int, Any, Tensor | None, Tensor, Training | None], Output]
+Loss = Callable[[Any, Tensor, Training | None], Mapping[str, Tensor]]
 
 
 def whole(loss: Loss) -> Forward:
-    """The forward of a task of one stage, which computes `loss(batch, scale, noise)`."""
-    return lambda stage, batch, stream, scale, noise: Output(None, loss(batch, scale, noise))
+    """The forward of a task of one stage, which computes `loss(batch, scale, training)`."""
+    return lambda stage, batch, stream, scale, training: Output(None, loss(batch, scale, training))
 
 
 def _one_stage(micro_batches: int) -> Schedule:
@@ -59,11 +59,11 @@ class Pipeline:
 class Task:
     """A training task as one rank sees it. `Batch` is whatever `batches` makes and `forward` takes.
 
-    `forward(stage, batch, stream, scale, noise)` runs one of the stages that `model` holds on the
-    stream so far. It returns the stream after it and named scalars, each a sum over the batch times
-    `scale`; the trainer passes scale = 1 / (count over all ranks and micro-batches). A task of one
-    stage is `whole(loss)`. Every rank returns equally many micro-batches for a step, ranks of one
-    pipeline the same ones; one with nothing in it counts 0.
+    `forward(stage, batch, stream, scale, training)` runs one of the stages that `model` holds on
+    the stream so far. It returns the stream after it and named scalars, each a sum over the batch
+    times `scale`; the trainer passes scale = 1 / (count over all ranks and micro-batches). A task
+    of one stage is `whole(loss)`. Every rank returns equally many micro-batches for a step, ranks
+    of one pipeline the same ones; one with nothing in it counts 0.
     """
 
     model: nn.Module
@@ -71,6 +71,7 @@ class Task:
     forward: Forward
     count: Callable[[Any], Tensor | float]  # what a batch's loss is a sum over: its counted tokens
     tokens: Callable[[int], int]  # tokens of a step, over all ranks
+    real: Callable[[Any], Tensor | float] | None = None  # a batch's tokens that are no padding
     flops: Callable[[int], float] = lambda step: 0.0  # model FLOPs of a step, over all ranks
     validation: Mapping[str, Callable[[], Iterable[Any]]] = field(default_factory=dict)
     cursor: Callable[[int], int] = lambda step: step  # samples consumed after a step
@@ -79,4 +80,5 @@ class Task:
     notes: Sequence[str] = ()  # for the user, at the start of a run
     pipeline: Pipeline = Pipeline()
     terms: Sequence[str] = ("loss",)  # that some stage's forward returns
+    auxiliary: Sequence[str] = ()  # that its routers add to, of `penteract.nn.moe.SUMS`
     close: Callable[[], None] = lambda: None

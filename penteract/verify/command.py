@@ -16,10 +16,10 @@ import torch
 from penteract.config import Config
 from penteract.errors import UserError
 from penteract.grid import PRINTED_GROUPS, Grid
+from penteract.train.block_traffic import Sent
 from penteract.train.language_model import with_vocabulary
 from penteract.train.traffic import step_bytes
 from penteract.verify import report
-from penteract.verify.compare import Sent
 from penteract.verify.fuzz import Case, Drawn, case_toml, draw, layout_text, possible, shrink_case
 from penteract.verify.layouts import Layout, parse_layout
 from penteract.verify.shrink import shrink

@@ -11,13 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 import tomli_w
 from pydantic.fields import FieldInfo
 
 from penteract.config import Config, ParallelConfig, resolve
-from penteract.config_file import from_dict
+from penteract.config_file import SECTIONS, from_dict
 from penteract.errors import UserError
 from penteract.layout_rules import SIZES, least_dp
 from penteract.verify.layouts import Layout, parse_layout
@@ -26,6 +26,7 @@ Case = dict[str, Any]  # dotted keys, and "dp"
 
 # What every case has besides what is drawn.
 FIXED = {"train.steps": 2, "optim.lr": 1e-2, "optim.schedule": "constant"}
+EXPERTS_SHARE = 0.4  # of the models
 SINGLE_SHARE = 0.1  # of the cases on one rank that are kept
 TRIES = 60  # of a shrink: each trains twice
 
@@ -41,8 +42,8 @@ class Drawn:
 
 def fields_with_examples() -> Iterator[tuple[str, FieldInfo]]:
     """Dotted key and field of every configuration field that says what to try."""
-    for section, kind in get_type_hints(Config).items():
-        for name, field in kind.__pydantic_fields__.items():
+    for section, kind in SECTIONS.items():
+        for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
             if field.examples:
                 yield f"{section}.{name}", field
 
@@ -65,7 +66,10 @@ def draw(seed: int, number: int, *, max_world: int, refusals: Counter[str]) -> D
 
 def _draw_once(source: random.Random, max_world: int) -> Case:
     case: Case = {}
+    experts = source.random() < EXPERTS_SHARE
     for key, field in fields_with_examples():
+        if not experts and (key.startswith("moe.") or key in ("parallel.ep", "parallel.etp")):
+            continue
         values = field.examples or []
         if key.startswith("parallel."):  # a layout that sets everything is hard to read
             others = [x for x in values if x != field.default]

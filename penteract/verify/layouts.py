@@ -19,11 +19,13 @@ from penteract.layout_rules import SIZES, least_dp
 from penteract.train.pipeline import check
 
 # With another value of these a layout would train something else than the reference does.
-TRAINED = ("model.", "data.", "optim.")
+TRAINED = ("model.", "moe.", "data.", "optim.")
 TRAINED_KEYS = tuple(
     f"train.{key}"
     for key in ("steps", "global_batch", "ramp", "dtype", "seed", "label_smoothing", "z_loss")
 )
+# But for these, which say how the same function is computed.
+COMPUTED = ("model.attention", "moe.dispatcher", "moe.pad")
 # These hold for the whole command.
 COMMAND_KEYS = ("train.device", "train.max_minutes")
 LARGEST_WORLD = 128  # of local processes
@@ -89,7 +91,7 @@ def parse_layout(text: str, config: Config) -> Layout:
             parallel[key] = _listed(key, value)
     try:
         made = resolve(from_dict(values))
-        _check_dropout(made, config)
+        _check_micro_batch(made, config)
         world = _world(made.parallel, dp)
         check(made, world)
     except UserError as error:
@@ -144,19 +146,37 @@ def _check_keys(text: str, given: dict[str, Any]) -> None:
     for key in given:
         if key not in known:
             raise ConfigError(f'--layout "{text}": {key}: unknown key{did_you_mean(key, known)}')
-        if key.startswith(TRAINED) or key in TRAINED_KEYS or key in COMMAND_KEYS:
+        trained = key.startswith(TRAINED) and key not in COMPUTED
+        if trained or key in TRAINED_KEYS or key in COMMAND_KEYS:
             raise ConfigError(
                 f'--layout "{text}": {key} changes what is trained, not how it is spread; to set '
                 f"it for the reference and every layout give --{key} beside --layout"
             )
 
 
-def _check_dropout(made: Config, config: Config) -> None:
-    if config.model.dropout and made.train.micro_batch != config.train.micro_batch:
+def _check_micro_batch(made: Config, config: Config) -> None:
+    """Refuse another micro-batch where a result depends on what is in one."""
+    if made.train.micro_batch == config.train.micro_batch:
+        return
+    rates = {f"model.{key}": getattr(config.model, key) for key in ("dropout", "attention_dropout")}
+    found = [
+        (f"{key} = {rate}", f"--{key} 0", "masks are those of")
+        for key, rate in rates.items()
+        if rate
+    ]
+    if (moe := config.moe) is not None:
+        if moe.balance in ("aux", "sinkhorn"):
+            key = "moe.balance"
+            found.append((f"{key} = {moe.balance}", f"--{key} none", "loads are balanced within"))
+        if moe.capacity is not None:
+            found.append(
+                (f"moe.capacity = {moe.capacity}", "no capacity", "experts are full within")
+            )
+    for setting, instead, why in found:
         raise ConfigError(
-            f"train.micro_batch = {made.train.micro_batch} with model.dropout = "
-            f"{config.model.dropout}: masks are those of a micro-batch, so another size trains "
-            f"something else; give --model.dropout 0, or --train.micro_batch for all layouts"
+            f"train.micro_batch = {made.train.micro_batch} with {setting}: {why} a micro-batch, so "
+            f"another size trains something else; give {instead}, or --train.micro_batch for all "
+            f"layouts"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penteract.config import Config
@@ -15,9 +15,13 @@ from penteract.verify.compare import Sent
 from penteract.verify.tolerances import Limits
 from penteract.verify.verify import Result, Trained
 
-# (configuration, grid, rank) -> what the documentation says that the rank sends in a step.
-Formula = Callable[[Config, Grid, int], Sent]
+# (configuration, grid, rank) -> what the documentation says that the rank sends in a step: axis,
+# what, bytes, None where they follow from the routing.
+Formula = Callable[[Config, Grid, int], Mapping[str, Mapping[str, int | None]]]
+# Layout, axis, measured, formula, "=", the factor, or that the routing says it.
+ByteRow = tuple[str, str, int, int | None, str]
 
+BY_ROUTING = "by routing"
 NAME_WIDTH = 34
 
 
@@ -93,24 +97,35 @@ def bytes_table(results: Sequence[Result], formula: Formula) -> Iterator[str]:
     yield "Bytes that a rank sends in a step (of the rank that sends most):"
     yield f"{'layout':<{width}} {'axis':<{axis}} {'measured':>14} {'formula':>14}"
     for name, over, measured, said, verdict in rows:
-        yield f"{name:<{width}} {over:<{axis}} {measured:>14,} {said:>14,} {verdict}"
+        shown = "" if said is None else f"{said:,}"
+        yield f"{name:<{width}} {over:<{axis}} {measured:>14,} {shown:>14} {verdict}"
 
 
-def byte_rows(result: Result, formula: Formula) -> Iterator[tuple[str, str, int, int, str]]:
-    """(layout, axis, measured, formula, "=" or the factor), of a rank where they differ if any."""
+def byte_rows(result: Result, formula: Formula) -> Iterator[ByteRow]:
+    """What is measured and said of every axis, of a rank where they differ if there is one."""
     layout, ranks = result.layout, result.verdict.sent
     said = [formula(layout.config, layout.grid, i) for i in range(len(ranks))]
-    axes = {axis for sent in (*ranks, *said) for axis, calls in sent.items() if any(calls.values())}
-    for axis in sorted(axes):
+    used = {axis for sent in ranks for axis, calls in sent.items() if any(calls.values())}
+    used |= {axis for sent in said for axis, what in sent.items() if _total(what) != 0}
+    for axis in sorted(used):
         measured = [sum(sent.get(axis, {}).values()) for sent in ranks]
-        expected = [sum(sent.get(axis, {}).values()) for sent in said]
-        wrong = [i for i in range(len(ranks)) if expected[i] != measured[i]]
+        expected = [_total(sent.get(axis, {})) for sent in said]
+        known = [i for i, size in enumerate(expected) if size is not None]
+        wrong = [i for i in known if expected[i] != measured[i]]
         i = wrong[0] if wrong else measured.index(max(measured))
-        verdict = "="
+        wanted, verdict = expected[i], "="
         if wrong:
-            factor = measured[i] / expected[i] if expected[i] else math.inf
+            factor = measured[i] / wanted if wanted else math.inf
             verdict = f"{factor:.3g} times, rank {i}"
-        yield layout.text, axis, measured[i], expected[i], verdict
+        elif len(known) < len(ranks):
+            wanted, verdict = None, BY_ROUTING
+        yield layout.text, axis, measured[i], wanted, verdict
+
+
+def _total(what: Mapping[str, int | None]) -> int | None:
+    """All that is sent, or None where some of it is not known."""
+    known = [size for size in what.values() if size is not None]
+    return sum(known) if len(known) == len(what) else None
 
 
 def differences(results: Sequence[Result]) -> Iterator[str]:
@@ -133,8 +148,10 @@ def fuzz_summary(
         worst = (f"{kind} {number(max(getattr(v, kind) for v in equal))}" for kind in kinds)
         yield f"largest relative difference of the equal: {', '.join(worst)}"
     rows = [row for r in results for row in byte_rows(r, formula)]
-    unlike = [row for row in rows if row[-1] != "="]
-    yield f"bytes over an axis: {len(rows) - len(unlike)} as the formula says, {len(unlike)} not"
+    found = Counter(row[-1] for row in rows)
+    unlike = [row for row in rows if row[-1] not in ("=", BY_ROUTING)]
+    rest = f", {found[BY_ROUTING]} {BY_ROUTING}" if found[BY_ROUTING] else ""
+    yield f"bytes over an axis: {found['=']} as the formula says, {len(unlike)} not{rest}"
     for name, over, measured, said, verdict in unlike:
         yield f"  {name}, {over}: {measured:,} for {said:,}, {verdict}"
     yield f"drawn {len(results) + refusals.total()}, refused {refusals.total()}"

@@ -59,6 +59,9 @@ def _shrink_model(
     elif hidden == heads * head_size:  # keep them apart, so that one cannot pass for the other
         hidden = smallest(model.hidden, sizes, hidden + 1)
     spare = min(model.max_positions - old_seq, 4)
+    window = model.window
+    if window is not None and window < old_seq:  # the same share of a sequence
+        window = max(1, window * seq // old_seq)
     return dataclasses.replace(
         model,
         layers=smallest(model.layers, (), min(model.layers, LEAST["layers"])),
@@ -68,6 +71,7 @@ def _shrink_model(
         kv_heads=kv_heads,
         head_size=head_size,
         vocab=smallest(model.vocab, sizes, LEAST["vocab"]),
+        window=window,
         max_positions=seq + max(spare, 0),
     )
 

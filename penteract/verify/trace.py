@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penteract.config import Config
 from penteract.grid import Grid
 from penteract.nn.model import Stage
-from penteract.nn.sequences import MicroBatch, Noise
+from penteract.nn.sequences import MicroBatch, Training
 from penteract.parallel.parameters import Boundary
 from penteract.verify.gaps import Array
 from penteract.verify.measure import started
@@ -92,8 +92,8 @@ class _Recorder:
                     self.trace.parameters.setdefault(piece.tensor, place)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        noise: Noise = options["noise"]
-        self.batch, self.number = args[0], noise.micro_batch
+        training: Training = options["training"]
+        self.batch, self.number = args[0], training.micro_batch
 
     def _hook(self, boundary: Boundary) -> Callable[[nn.Module, Any, Any], None]:
         def keep(module: nn.Module, args: Any, output: Any) -> None:

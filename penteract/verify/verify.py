@@ -85,7 +85,7 @@ def prepare(config: Config, *, dtype: Dtype, steps: int) -> tuple[Config, list[s
 
 def size_warning(config: Config, layouts: Sequence[Layout]) -> str | None:
     """Why this will be too much for this machine, if it will."""
-    spec = model_spec(config.model)
+    spec = model_spec(config)
     model = Stage(spec, TensorParallel(single("tp")), dtype=torch.float32)
     parameters = sum(entry.placement.numel for entry in declared_parameters(model))
     world = max((layout.world for layout in layouts), default=1)

@@ -70,13 +70,29 @@ def test_the_default_template() -> None:
     ids, mask = encode(TALK, DEFAULT, BYTES)
     text = "".join(chr(i) if i < 128 else "#" if i == 256 else "." for i in ids)
     assert text == (
-        "system: Be short.#\nuser: the tree ..?#\nassistant:  Yes:\n the end\n#\nuser: thesis#\n"
-        "assistant: N..#\n"
+        "system:\nBe short.#\nuser:\nthe tree ..?#\nassistant:\n Yes:\n the end\n#\n"
+        "user:\nthesis#\nassistant:\nN..#\n"
     )
     assert answers(ids, mask, BYTES) == [" Yes:\n the end\n<|end|>", "Né<|end|>"]
     assert mask.dtype == np.uint8
     asked, stop = question("thesis", DEFAULT, BYTES)
-    assert (BYTES.decode(asked), stop) == ("user: thesis\nassistant: ", 256)
+    assert (BYTES.decode(asked), stop) == ("user:\nthesis\nassistant:\n", 256)
+
+
+@pytest.mark.parametrize("answer", ["the end", "thesis", " a", "é"])
+def test_a_question_ends_where_training_s_answer_begins(tmp_path: Path, answer: str) -> None:
+    """With a tokenizer that joins a word and the space before it, too: no token of an answer
+    begins before the place at which it is asked for.
+    """
+    tokenizer = load_tokenizer(str(save_bpe(tmp_path / "tokenizer.json")))
+    for found in (tokenizer, BYTES):
+        template = find_template(None, str(tmp_path / "tokenizer.json"), found)
+        talk = [{"role": "user", "content": "is it?"}, {"role": "assistant", "content": answer}]
+        ids, mask = encode(talk, template, found)
+        asked, _ = question("is it?", template, found)
+        assert asked == ids[: len(asked)].tolist()
+        assert not mask[: len(asked)].any()
+        assert mask[len(asked)]
 
 
 def test_a_tokenizers_own_template(chatml: Path) -> None:
@@ -128,7 +144,7 @@ def test_any_talk_in_bytes(turns: list[tuple[str, str]]) -> None:
     expected: list[tuple[int, int]] = []
     for role, text in turns:
         answer = int(role == "assistant")
-        expected += [(b, 0) for b in f"{role}: ".encode()]
+        expected += [(b, 0) for b in f"{role}:\n".encode()]
         expected += [(b, answer) for b in text.encode()]
         expected += [(256, answer), (10, 0)]
     ids, mask = encode(talk, DEFAULT, BYTES)
@@ -164,7 +180,7 @@ def test_where_a_template_is_found(chatml: Path, tmp_path: Path) -> None:
     assert find_template(None, str(beside), tokenizer).name == "(default)"
     assert find_template(None, str(beside), tokenizer).eos == "<|endoftext|>"
     settings = tmp_path / "tokenizer_config.json"
-    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
+    named = ["x", {"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
     settings.write_text(json.dumps({"chat_template": named, "bos_token": "<s>"}))
     found = find_template(None, str(beside), tokenizer)
     assert (found.source, found.bos, found.eos) == ("y", "<s>", "<|endoftext|>")
@@ -192,6 +208,25 @@ def test_bad_templates(source: str, says: str) -> None:
         encode(TALK[1:], ChatTemplate(source, bos="", eos="", name="t"), BYTES)
 
 
+HIDDEN = ("\U00100000", "\U0010ffff", "\ud800")
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_characters_that_mark_names_are_nobody_s(hidden: str) -> None:
+    """Of a message, of a question, and of a template, in which an escape makes them too."""
+    said = r"half of a surrogate pair, or a character U\+100000 or up"
+    with pytest.raises(UserError, match=f"the question: {said}"):
+        question(f"a{hidden}", DEFAULT, BYTES)
+    escape = hidden.encode("unicode_escape").decode()
+    for text in (hidden, f"{{{{ '{escape}' }}}}"):
+        template = ChatTemplate(text + CHATML, bos="", eos="", name="t")
+        for use in (lambda t: encode(TALK, t, BYTES), lambda t: question("a", t, BYTES)):
+            with pytest.raises(UserError, match=f"template t: {said}"):
+                use(template)
+    ids, _ = encode([*TALK[:2], {"role": "assistant", "content": "<|end|>"}], DEFAULT, BYTES)
+    assert BYTES.decode(ids).endswith("assistant:\n<|end|>\n"), "a name is marked, and is text"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -199,7 +234,9 @@ def test_bad_templates(source: str, says: str) -> None:
         ("bad.jinja", b"\xff", "bad.jinja: not UTF-8"),
         ("bad.json", b"{", "bad.json: not JSON"),
         ("list.json", b"[]", "list.json: not a tokenizer_config.json"),
-        ("none.json", b"{}", "no text under chat_template"),
+        ("none.json", b"{}", "none.json: no text under chat_template"),
+        ("text.json", b'{"chat_template": ["x"]}', "text.json: no text under chat_template"),
+        ("odd.json", b'{"chat_template": [{"name": []}]}', "odd.json: no text under"),
     ],
 )
 def test_bad_template_files(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:

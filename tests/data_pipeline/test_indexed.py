@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penteract.data.indexed import DataError, IndexedFile, token_dtype
-from penteract.data.writer import IndexedWriter, merge
+from penteract.data.writer import IndexedWriter
 
 GOLDEN = bytes.fromhex(
     "4d4d49444944580000 0100000000000000 08 0400000000000000 0500000000000000"
@@ -113,36 +113,6 @@ def test_positions_beyond_31_bits(tmp_path: Path) -> None:
     os.truncate(f"{prefix}.bin", 2 * long - 2)
     with pytest.raises(DataError, match=f"document 0, sequence 0: {long} tokens"):
         IndexedFile(prefix)
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_merge_is_concatenation(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[list[int]]
-) -> None:
-    """Row 172: the documents of a merge are those of its parts, in order."""
-    folder = tmp_path_factory.mktemp("x")
-    every: list[list[int]] = []
-    for i, part in enumerate(parts):
-        documents = [list(range(10 * i, 10 * i + n)) for n in part]
-        every += documents
-        write(folder / f"part{i}", documents)
-    merge([folder / f"part{i}" for i in range(len(parts))], folder / "all")
-    write(folder / "at-once", every)
-    for ending in (".idx", ".bin"):
-        assert (folder / f"all{ending}").read_bytes() == (folder / f"at-once{ending}").read_bytes()
-
-
-def test_merge_keeps_gaps_and_refuses_mixed_types(tmp_path: Path) -> None:
-    gap = raw(tmp_path / "gap", [2, 1], [2, 0], [0, 1, 2], [9, 1, 2, 7])
-    merge([four(tmp_path / "x"), gap, gap], tmp_path / "all")
-    file = IndexedFile(tmp_path / "all")
-    assert file.read(24, 30).tolist() == [1, 2, 9, 1, 2, 9]
-    assert file.documents.tolist() == list(range(9))
-    write(tmp_path / "wide", [[1]], vocab=70_000)
-    with pytest.raises(DataError, match=r"wide: tokens are int32, the others are uint16"):
-        merge([tmp_path / "x", tmp_path / "wide"], tmp_path / "none")
-    assert not list(tmp_path.glob("none*"))
 
 
 def edit(path: Path, at: int, content: bytes) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from penteract.data.loader import (
     micro_batches,
     show,
 )
+from penteract.data.rows import rows_of
 from penteract.data.tokenizers import ByteTokenizer
 from penteract.data.writer import IndexedWriter
 from penteract.errors import UserError
@@ -168,9 +170,14 @@ def test_fingerprint(prefixes: tuple[Path, Path]) -> None:
     assert base != other.fingerprint()
 
 
+def valid_of(prefix: Path, seq: int = 8, **how: Any) -> ValidSource:
+    rows = rows_of(IndexedFile(prefix), seq, packing=False, predict_across=False)
+    return ValidSource(rows, **how)
+
+
 def test_evaluation_is_the_same_every_time(prefixes: tuple[Path, Path]) -> None:
     """Row 180: fixed samples in file order, whatever was asked before."""
-    valid = ValidSource(prefixes[0], seq=8, sequences=5)
+    valid = valid_of(prefixes[0], sequences=5)
     samples = valid.samples(range(5))
     first, labels = samples.tokens, samples.labels
     assert len(valid) == 5
@@ -183,17 +190,17 @@ def test_evaluation_is_the_same_every_time(prefixes: tuple[Path, Path]) -> None:
 
 def test_evaluation_that_evaluates_nothing(prefixes: tuple[Path, Path]) -> None:
     """Row 181: no number means all there is; 0 is refused with the configuration."""
-    assert len(ValidSource(prefixes[0], seq=8)) == 24
-    assert len(ValidSource(prefixes[0], seq=8, sequences=1000)) == 24
+    assert len(valid_of(prefixes[0])) == 24
+    assert len(valid_of(prefixes[0], sequences=1000)) == 24
     with pytest.raises(DataError, match="hold no sample of seq"):
-        ValidSource(prefixes[0], seq=500)
+        valid_of(prefixes[0], seq=500)
     with pytest.raises(DataError, match="holds no sample"):
-        ValidSource(prefixes[0], seq=8, valid_fraction=0.0)
+        valid_of(prefixes[0], valid_fraction=0.0)
 
 
 def test_held_out_samples_are_never_trained_on(prefixes: tuple[Path, Path]) -> None:
     train = TrainSource([(prefixes[0], None)], seq=8, seed=1, valid_fraction=0.25)
-    valid = ValidSource(prefixes[0], seq=8, valid_fraction=0.25)
+    valid = ValidSource(train.rows[0], valid_fraction=0.25)
     assert (train.sizes, len(valid)) == ([18], 6)
     trained = set(train.samples(range(36)).labels.ravel().tolist())
     assert not trained & set(valid.samples(range(6)).labels.ravel().tolist())

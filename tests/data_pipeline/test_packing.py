@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penteract.data.indexed import DataError, IndexedFile, Ints
-from penteract.data.loader import TrainSource, ValidSource, show
+from penteract.data.loader import TrainSource, show
+from penteract.data.rows import rows_of
 from penteract.data.samples import Samples
 from penteract.data.synthetic import SyntheticSource
 from penteract.data.tokenizers import ByteTokenizer
@@ -30,7 +31,8 @@ def write(prefix: Path, lengths: list[int], token: int | None = None) -> Path:
 
 def rows(prefix: Path, seq: int, **changes: bool) -> Samples:
     """All samples of a file, in its order."""
-    source = ValidSource(prefix, seq=seq, **{"packing": True, **changes})
+    how = {"packing": True, "predict_across": False, **changes}
+    source = rows_of(IndexedFile(prefix), seq, **how)
     return source.samples(range(len(source)))
 
 

@@ -14,7 +14,7 @@ from penteract.data.indexed import DataError, IndexedFile
 from penteract.data.loader import TrainSource, ValidSource, show
 from penteract.data.rows import ConversationRows
 from penteract.data.samples import Samples
-from penteract.data.writer import IndexedWriter, merge
+from penteract.data.writer import IndexedWriter
 
 Conversations = list[list[int]]  # their masks; token j of conversation i is 100·(i + 1) + j
 
@@ -28,7 +28,7 @@ def write(prefix: Path, conversations: Conversations) -> Path:
 
 def rows(prefix: Path, seq: int) -> Samples:
     """All rows of a file."""
-    source = ValidSource(prefix, seq=seq, packing=True)
+    source = ConversationRows(IndexedFile(prefix), seq)
     return source.samples(range(len(source)))
 
 
@@ -134,7 +134,7 @@ def test_chats_and_texts_in_one_blend(tmp_path: Path) -> None:
 def test_validation_is_held_out_by_rows(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x", [[0, 1, 1, 1]] * 10)
     train = TrainSource([(prefix, None)], seq=4, seed=1, packing=True, valid_fraction=0.2)
-    valid = ValidSource(prefix, seq=4, packing=True, valid_fraction=0.2)
+    valid = ValidSource(train.rows[0], valid_fraction=0.2)
     seen = set(train.samples(range(8)).tokens[:, 0].tolist())
     held = set(valid.samples(range(2)).tokens[:, 0].tolist())
     assert (len(seen), len(held)) == (8, 2)
@@ -146,8 +146,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x", [[0, 1, 1], [0, 1]])
     with pytest.raises(ConfigError, match=r"holds conversations .* need data\.packing = true"):
         TrainSource([(prefix, None)], seq=4, seed=0)
-    with pytest.raises(ConfigError, match=r"data\.packing = true"):
-        ValidSource(prefix, seq=4)
     with pytest.raises(DataError, match="no conversation has an answer in its first 1 tokens"):
         rows(prefix, 1)
     mask = tmp_path / "x.mask"
@@ -180,16 +178,3 @@ def test_a_mask_does_not_outlive_its_tokens(tmp_path: Path) -> None:
         writer.add(np.arange(4))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
     assert IndexedFile(prefix).mask is None
-
-
-def test_merging_keeps_masks(tmp_path: Path) -> None:
-    one, two = write(tmp_path / "one", [[0, 1, 1]]), write(tmp_path / "two", [[0, 1], [0, 0, 1]])
-    merge([one, two], tmp_path / "all")
-    mask = IndexedFile(tmp_path / "all").mask
-    assert mask is not None
-    assert mask.tolist() == [0, 1, 1, 0, 1, 0, 0, 1]
-    with IndexedWriter(tmp_path / "text", 60_000) as writer:
-        writer.add(np.arange(4))
-    for prefixes in ([one, tmp_path / "text"], [tmp_path / "text", one]):
-        with pytest.raises(DataError, match="only some of the files have a mask"):
-            merge(prefixes, tmp_path / "none")

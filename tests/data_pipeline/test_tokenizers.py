@@ -111,6 +111,22 @@ def test_the_end_token_is_found_or_asked_for(tmp_path: Path) -> None:
         load_tokenizer(str(save_bpe(tmp_path / "u.json", ("<stop>",))))
 
 
+@pytest.mark.parametrize("kind", ["plain", "added"])
+def test_an_end_token_that_the_file_does_not_call_special(tmp_path: Path, kind: str) -> None:
+    """A plain entry of the vocabulary, or an added one, has its number and ends documents alone."""
+    path, vocab = str(tmp_path / "t.json"), {x: i for i, x in enumerate(["a", "b", "c", "<", ">"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({**vocab, "<c>": 5}, []))
+    if kind == "added":
+        inner.add_tokens([tokenizers.AddedToken("<c>", special=False)])
+    inner.save(path)
+    found = load_tokenizer(path, "<c>")
+    assert (found.end_of_document, found.vocab, dict(found.specials)) == (5, 6, {"<c>": 5})
+    assert found.encode("a<c>").tolist() == [0, 3, 2, 4]
+    ids, places = found.encode_marked("a<c>b")
+    assert (ids.tolist(), places.tolist()) == ([0, 5, 1], [[0, 1], [1, 4], [4, 5]])
+    assert found.decode([0, 5]) == found.decode([0])
+
+
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.json: No such file"):
         load_tokenizer(str(tmp_path / "none.json"))

@@ -10,7 +10,7 @@ from penteract.config_file import from_dict
 from penteract.families import model_spec
 from penteract.mesh import single
 from penteract.nn.attention import Attention
-from penteract.nn.flops import training_flops
+from penteract.nn.flops import layer_flops, training_flops
 from penteract.nn.model import ModelSpec, Stage
 from penteract.nn.sequences import MicroBatch, Sequences
 from penteract.parallel.context.kernels import kernel_of
@@ -20,7 +20,7 @@ from penteract.parallel.tensor import TensorParallel
 
 def spec_of(**model: object) -> ModelSpec:
     config = from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}})
-    return model_spec(resolve(config).model)
+    return model_spec(resolve(config))
 
 
 def test_gpt3() -> None:
@@ -33,6 +33,22 @@ def test_llama3_8b() -> None:
     sizes = {"layers": 32, "hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8}
     found = training_flops(spec_of(vocab=128256, **sizes), [8192]) / 8192
     assert found == pytest.approx(51.47e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 6, 100, None])
+def test_a_window_counts_the_pairs_that_it_leaves(window: int | None) -> None:
+    """One by one, but for half of the diagonal, which the convention leaves out."""
+    model, lengths = MODELS["llama"], (6, 1, 5)
+    reach = window or max(lengths)
+    pairs = sum(min(i + 1, reach) for n in lengths for i in range(n))
+    diagonal = sum(min(n, reach) for n in lengths)
+    width = model["layers"] * model["heads"] * model["head_size"]
+    whole, found = (training_flops(spec_of(**model, window=w), lengths) for w in (None, window))
+    attention = 6 * width * (2 * pairs - diagonal)
+    assert found - attention == whole - 6 * width * sum(n * n for n in lengths)
+    spec = spec_of(**model, window=window)
+    layers = sum(layer_flops(spec, 6, name) for name in ("layers.0", "layers.1", "head"))
+    assert layers == training_flops(spec, [6])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -23,7 +23,7 @@ F64 = torch.float64
 def model_of(name: str, window: int | None = None) -> Stage:
     model = {**SPLIT_MODELS[name], "window": window}
     config = from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}})
-    model = Stage(model_spec(resolve(config).model), TensorParallel(single("tp")), dtype=F64)
+    model = Stage(model_spec(resolve(config)), TensorParallel(single("tp")), dtype=F64)
     materialise(model, seed=0)
     bridge.write(bridge.parameters(model), bridge.random_weights(bridge.parameters(model)))
     return model

@@ -12,14 +12,14 @@ from penteract.nn.embedding import Embedding
 from penteract.nn.mlp import _SwiGLU
 from penteract.nn.norm import Norm, NormSpec
 from penteract.nn.rope import apply_rotary
-from penteract.nn.sequences import Noise, Sequences
+from penteract.nn.sequences import Sequences, Training
 from penteract.parallel.parameters import materialise
 from penteract.parallel.tensor import TensorParallel
 from penteract.placement import Init
 from penteract.random import keep_mask
 
 F64 = torch.float64
-NOISE = Noise(seed=3, step=2, micro_batch=5)
+NOISE = Training(seed=3, step=2, micro_batch=5)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -93,8 +93,8 @@ def test_weights_must_fit_the_sequences() -> None:
 
 def test_dropout_is_a_slice_of_one_global_mask() -> None:
     x, rows = torch.ones(50, 8, dtype=F64), torch.arange(50)
-    whole = dropout(x, 0.25, name="layers.0.mlp", rows=rows, noise=NOISE)
-    part = dropout(x[20:30], 0.25, name="layers.0.mlp", rows=rows[20:30], noise=NOISE)
+    whole = dropout(x, 0.25, name="layers.0.mlp", rows=rows, training=NOISE)
+    part = dropout(x[20:30], 0.25, name="layers.0.mlp", rows=rows[20:30], training=NOISE)
     assert torch.equal(whole[20:30], part)
     index = rows[:, None] * 8 + torch.arange(8)
     mask = keep_mask(3, "dropout/2/5/layers.0.mlp", index, 0.75)
@@ -106,19 +106,19 @@ def test_dropout_is_a_slice_of_one_global_mask() -> None:
 def test_every_layer_step_and_micro_batch_has_its_own_mask(change: str) -> None:
     x, rows = torch.ones(20, 8), torch.arange(20)
     values = {"seed": 3, "step": 2, "micro_batch": 5}
-    before = dropout(x, 0.5, name="a", rows=rows, noise=Noise(**values))
-    again = dropout(x, 0.5, name="a", rows=rows, noise=Noise(**values))
+    before = dropout(x, 0.5, name="a", rows=rows, training=Training(**values))
+    again = dropout(x, 0.5, name="a", rows=rows, training=Training(**values))
     name = "b" if change == "name" else "a"
     if change != "name":
         values[change] += 1
-    after = dropout(x, 0.5, name=name, rows=rows, noise=Noise(**values))
+    after = dropout(x, 0.5, name=name, rows=rows, training=Training(**values))
     assert torch.equal(before, again)
     assert not torch.equal(before, after)
 
 
 def test_without_noise_dropout_is_the_identity() -> None:
     x = torch.ones(2, 3)
-    assert dropout(x, 0.5, name="a", rows=torch.arange(2), noise=None) is x
+    assert dropout(x, 0.5, name="a", rows=torch.arange(2), training=None) is x
 
 
 def test_an_embedding_with_too_few_positions_raises() -> None:

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[tuple[int, ...], str]] = {
 def spec_of(name: str, **changes: Any) -> ModelSpec:
     model = {**MODELS[name], **changes}
     config = from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}})
-    return model_spec(resolve(config).model)
+    return model_spec(resolve(config))
 
 
 def documents(lengths: tuple[int, ...], mask: str, vocab: int) -> list[Document]:

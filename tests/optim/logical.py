@@ -84,7 +84,7 @@ def setting(
     """A model with random weights, its optimizer, and those weights."""
     mesh = alone() if mesh is None else mesh
     config = from_dict({"model": MODELS[model], "data": {"seq": 8}, "train": {"steps": 1}})
-    spec = model_spec(resolve(config).model)
+    spec = model_spec(resolve(config))
     buffers = Buffers(
         Stage(spec, TensorParallel(mesh.axis("tp")), dtype=dtype),
         dataclasses.replace(sharding_of(layout, mesh), offload=optim.offload),
@@ -171,12 +171,13 @@ def joined(outcomes: Sequence[Outcome]) -> dict[str, Weights]:
 
 
 def is_matrix(name: str) -> bool:
-    parts = name.split(".")
-    return len(parts) == 5 and parts[3] in PROJECTIONS and parts[4] == "weight"
+    *_, projection, kind = name.split(".")
+    return name.startswith("layers.") and projection in PROJECTIONS and kind == "weight"
 
 
 def decays(name: str) -> bool:
-    return is_matrix(name) or name in ("embed.weight", "embed.positions", "head.weight")
+    more = ("embed.weight", "embed.positions", "head.weight", "router.weight", "shared_gate.weight")
+    return is_matrix(name) or name.endswith(more)
 
 
 def newton_schulz(g: Tensor, eps: float) -> Tensor:

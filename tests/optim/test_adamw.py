@@ -74,7 +74,7 @@ def test_only_matrices_and_embeddings_decay(family: str, tied: bool) -> None:
     model: dict[str, Any] = {**MODELS["llama"], "family": family, "layers": 1, "tied": tied}
     model |= {"bias": True, "qk_norm": True}
     config = resolve(from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}}))
-    stage = Stage(model_spec(config.model), TensorParallel(single("tp")), dtype=torch.float32)
+    stage = Stage(model_spec(config), TensorParallel(single("tp")), dtype=torch.float32)
     buffers = Buffers(stage, Sharding.whole(single("dp-cp")), seed=0, more_axes=[single("tp")])
     matrices = ["attention.q", "attention.k", "attention.v", "attention.o", "mlp.up", "mlp.down"]
     matrices += ["mlp.gate"] if family == "llama" else []

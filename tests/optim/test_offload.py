@@ -52,7 +52,8 @@ def new_run(config: Config) -> Run:
 
 def state(run: Run) -> State:
     """All that a checkpoint would hold of this rank, and its parameters as they are stored."""
-    found = {f"{s.tensor}{s.box}": x.clone() for s, x in held(run.buffers, run.optimizer)}
+    parts = held(run.task.model, run.buffers, run.optimizer)
+    found = {f"{s.tensor}{s.box}": x.clone() for s, x in parts}
     run.buffers.wait()
     for i, bucket in enumerate(run.buffers.all_buckets):
         if bucket.parameters is not None:

@@ -19,14 +19,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penteract.config import ModelConfig, resolve
+from penteract.config import resolve
 from penteract.config_file import from_dict
 from penteract.families import model_spec
 from penteract.mesh import Axis, single
 from penteract.nn.block import Block
 from penteract.nn.build import Build
 from penteract.nn.model import ModelSpec, Stage
-from penteract.nn.sequences import MicroBatch, Noise, Sequences
+from penteract.nn.sequences import MicroBatch, Sequences, Training
 from penteract.parallel.parameters import materialise
 from penteract.parallel.recompute import Recompute
 from penteract.parallel.tensor import TensorParallel
@@ -43,8 +43,7 @@ def spec_of(family: str, layers: int = 1) -> ModelSpec:
     model = {"family": family, "layers": layers, "hidden": H, "ffn": F, "vocab": VOCAB}
     model |= {"heads": HEADS, "kv_heads": KV, "head_size": D}
     values = {"model": model, "data": {"seq": SEQ}, "train": {"steps": 1}}
-    config: ModelConfig = resolve(from_dict(values)).model
-    return model_spec(config)
+    return model_spec(resolve(from_dict(values)))
 
 
 def kept_bytes(run: Callable[[], Any], module: nn.Module) -> int:
@@ -89,8 +88,8 @@ def of_model(
     tokens = (torch.arange(TOKENS) % VOCAB).view(-1, SEQ)
     flat = tokens.flatten().numpy()
     batch = MicroBatch.of(flat, flat, (SEQ,) * len(tokens))
-    scale, noise = torch.ones(()), Noise(0, 1, 0)
-    return kept_bytes(lambda: model(batch, scale=scale, noise=noise).terms["loss"], model)
+    scale, training = torch.ones(()), Training(0, 1, 0)
+    return kept_bytes(lambda: model(batch, scale=scale, training=training).terms["loss"], model)
 
 
 def branch_bytes(family: str, dtype: torch.dtype) -> int:

@@ -31,7 +31,7 @@ def large_spec() -> ModelSpec:
     """32 million parameters, 129 MB; nothing but norms is held whole at tp = 8."""
     model = {"layers": 1, "hidden": 768, "ffn": 2048, "heads": 16, "kv_heads": 8, "head_size": 64}
     values = {"model": {**model, "vocab": 16384}, "data": {"seq": 8}, "train": {"steps": 1}}
-    return model_spec(resolve(from_dict(values)).model)
+    return model_spec(resolve(from_dict(values)))
 
 
 def peak_bytes() -> int:

@@ -24,7 +24,7 @@ from penteract.nn import loss
 from penteract.nn.attention import Attention
 from penteract.nn.model import Stage
 from penteract.nn.norm import Norm
-from penteract.nn.sequences import MicroBatch, Noise
+from penteract.nn.sequences import MicroBatch, Training
 from penteract.parallel import tensor
 from penteract.parallel.context.exchanges import Comm, exchange_of
 from penteract.parallel.context.kernels import Backend, kernel_of
@@ -50,7 +50,7 @@ def build(
 ) -> Stage:
     model = {**MODELS[name], "dropout": 0.1}
     config = from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}})
-    spec, tp = model_spec(resolve(config).model), TensorParallel(axis, sequence)
+    spec, tp = model_spec(resolve(config)), TensorParallel(axis, sequence)
     stage = Stage(spec, tp, dtype=torch.float64, **options)
     materialise(stage, seed=0)
     for module in stage.modules():
@@ -60,7 +60,7 @@ def build(
 
 
 def forward(model: Stage, batch: MicroBatch) -> Tensor:
-    return model(batch, scale=torch.tensor(0.25), noise=Noise(0, 1, 0)).terms["loss"]
+    return model(batch, scale=torch.tensor(0.25), training=Training(0, 1, 0)).terms["loss"]
 
 
 def step(model: Stage) -> tuple[float, dict[str, Tensor]]:

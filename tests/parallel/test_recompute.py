@@ -17,7 +17,7 @@ from penteract.families import model_spec
 from penteract.mesh import Axis, Traffic, single
 from penteract.nn.attention import Attention
 from penteract.nn.model import Stage
-from penteract.nn.sequences import Noise, Sequences
+from penteract.nn.sequences import Sequences, Training
 from penteract.parallel.parameters import declared_parameters, materialise
 from penteract.parallel.tensor import TensorParallel
 from penteract.testing import run_ranks, world_axis
@@ -35,7 +35,7 @@ def build(axis: Axis, *, sp: bool = False, kinds: Kinds = (), dropout: float = 0
         "data": {"seq": SEQ},
         "train": {"steps": 1},
     }
-    spec = model_spec(resolve(from_dict(values)).model)
+    spec = model_spec(resolve(from_dict(values)))
     model = Stage(spec, TensorParallel(axis, sp), dtype=torch.float64, recompute=kinds)
     materialise(model, seed=0)
     return model
@@ -44,7 +44,7 @@ def build(axis: Axis, *, sp: bool = False, kinds: Kinds = (), dropout: float = 0
 def forward(model: Stage) -> Tensor:
     docs = [doc for i in range(2) for doc in documents(i, model.spec.vocab, SEQ)]
     batch = bridge.micro_batch(docs)
-    return model(batch, scale=torch.tensor(0.1), noise=Noise(0, 1, 0)).terms["loss"]
+    return model(batch, scale=torch.tensor(0.1), training=Training(0, 1, 0)).terms["loss"]
 
 
 def gradients(axis: Axis, sp: bool, kinds: Kinds) -> list[Tensor]:
@@ -105,7 +105,7 @@ def test_a_recomputed_layer_keeps_the_stream_alone() -> None:
         model = build(single("tp"), kinds=kinds)
         block = model.layers[1]
         x = torch.randn(7, model.spec.hidden, dtype=torch.float64, requires_grad=True)
-        tensors = kept(model, lambda b=block, x=x: b(x, sequences, Noise(0, 1, 0)))
+        tensors = kept(model, lambda b=block, x=x: b(x, sequences, Training(0, 1, 0)))
         assert (tensors.keys() == {x.data_ptr()}) == alone, kinds
 
 

@@ -91,7 +91,7 @@ def ends(axis: Axis, tied: bool, gain: float = 1.0) -> Part:
 
 def whole_model(axis: Axis, name: str) -> Part:
     config = from_dict({"model": MODELS[name], "data": {"seq": 8}, "train": {"steps": 1}})
-    model = Stage(model_spec(resolve(config).model), TensorParallel(axis), dtype=F64)
+    model = Stage(model_spec(resolve(config)), TensorParallel(axis), dtype=F64)
     prepare(model)
     batch = bridge.micro_batch(DOCUMENTS)
     logits = model.logits(batch.tokens, batch.sequences)
@@ -156,7 +156,7 @@ def test_buffers_and_the_norm_follow_the_placement() -> None:
 
     def norm_of(axis: Axis) -> tuple[float, bridge.Fragments]:
         config = from_dict({"model": MODELS["llama"], "data": {"seq": 8}, "train": {"steps": 1}})
-        model = Stage(model_spec(resolve(config).model), TensorParallel(axis), dtype=F64)
+        model = Stage(model_spec(resolve(config)), TensorParallel(axis), dtype=F64)
         buffers = Buffers(model, Sharding.whole(single("dp-cp")), seed=0, more_axes=[axis])
         bridge.set_owned(buffers, "master", bridge.random_weights(bridge.placements(buffers)))
         buffers.begin()
@@ -195,7 +195,7 @@ def test_gradients_of_norms_in_bfloat16_are_summed_in_float32(
         axis = world_axis("tp")
         config = from_dict({"model": MODELS["llama"], "data": {"seq": 8}, "train": {"steps": 1}})
         tp, dtype = TensorParallel(axis, sequence), torch.bfloat16
-        model = Stage(model_spec(resolve(config).model), tp, dtype=dtype)
+        model = Stage(model_spec(resolve(config)), tp, dtype=dtype)
         buffers = Buffers(model, Sharding.whole(single("dp-cp")), seed=0, more_axes=[axis])
         buffers.begin()
         buffers.begin_backward(last=True)

@@ -19,7 +19,7 @@ from penteract.testing import run_ranks
 TOLERANCE = 1e-9
 LAYOUT = (
     "tp", "dp", "sp", "recompute", "vocab_multiple", "overlap", "zero", "replicas", "bucket_bytes",
-    "pp", "chunks", "schedule", "cut", "cp", "cp_comm",
+    "pp", "chunks", "schedule", "cut", "cp", "cp_comm", "ep", "etp", "dispatcher",
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def check(chosen: Sequence[Cell], others: Sequence[Cell], folder: Path) -> None:
     trained = on_their_ranks(train_here, chosen, folders)
     for cell, parts in zip(chosen, trained, strict=True):
         compare(cell, parts, reference(cell))
-        made, wanted = initial(parts), seeds_weights(cell.model)
+        made, wanted = initial(parts), seeds_weights(cell.model, cell.moe)
         assert all(torch.equal(x, wanted[name]) for name, x in made.items()), cell
     moved = [in_layout_of(other, cell) for cell, other in zip(chosen, others, strict=True)]
     for cell, parts in zip(moved, on_their_ranks(resume_here, moved, folders), strict=True):
@@ -55,9 +55,9 @@ def on_their_ranks(
 
 
 @functools.cache
-def seeds_weights(model: str) -> Weights:
+def seeds_weights(model: str, moe: str) -> Weights:
     """The initial weights of a model on one rank."""
-    cell = Cell(model, dp=1, micro_batch=1, global_batch=1, bucket_bytes=256, dropout=0.0)
+    cell = Cell(model, dp=1, micro_batch=1, global_batch=1, bucket_bytes=256, dropout=0.0, moe=moe)
     run = new_run(cell, create_mesh(Grid(1), 0))
     return initial([Part(initial=bridge.owned(run.buffers, "master"))])
 

@@ -7,6 +7,8 @@ from itertools import combinations, product
 from math import prod
 from typing import Any
 
+from parity.mixtures import LAYOUTS, MIXTURES, SCENES, SIZES
+
 # Values that expose: biases, eps 1e-2, a head size that is not hidden / heads, an odd vocabulary.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -94,7 +96,13 @@ class Cell:
     cp: int = 1
     cp_comm: str = "ring"
     window: int | None = None
+    attention_dropout: float = 0.0
     mask: str = "half"  # which labels count: half; one of the step; front, those of the first ranks
+    moe: str = ""  # one of `MIXTURES`
+    ep: int = 1
+    etp: int | None = None
+    dispatcher: str = "all_to_all"
+    padded: bool = False  # samples of which a part, or all, is padding
 
     @property
     def world(self) -> int:
@@ -288,14 +296,35 @@ def fits(
     sizes = {name: min(matrix.get(name, (1,))) for name in names} | some
     sizes["dp"] = max(sizes["dp"], some.get("replicas", 1))
     few = prod(sizes[name] for name in names) <= max_world
-    return few and full and not refused(some)
+    return few and full and not refused(some) and has_places(some, max_world, matrix)
+
+
+def has_places(
+    some: Mapping[str, Any], max_world: int, matrix: Mapping[str, Sequence[Any]] = {}
+) -> bool:
+    """Whether some sizes of the matrix, with those given, place experts on at most so many ranks.
+
+    The dense grid and the expert grid are of the same ranks, and each is cut into replicas.
+    """
+    if not {"ep", "etp", "moe"} & some.keys():
+        return True
+    choices = [(some[name],) if name in some else matrix.get(name, (1,)) for name in SIZES]
+    experts = MIXTURES[some["moe"]]["experts"] if "moe" in some else 12
+    for tp, cp, pp, ep, etp, dp in product(*choices):
+        edp, rest = divmod(tp * cp * dp, ep * etp)
+        whole = rest == dp % some.get("replicas", 1) == edp % some.get("replicas", 1) == 0
+        if whole and experts % ep == 0 and tp * cp * pp * dp <= max_world:
+            return True
+    return False
 
 
 def refused(some: Mapping[str, Any]) -> bool:
     """Whether a rule of the configuration refuses these values of some factors."""
     chunks = CHUNKS.get(some.get("schedule", ""), (1, 2, 3))
     odd = "chunks" in some and some["chunks"] not in chunks
-    return odd or some.get("dp", 2) % some.get("replicas", 1) != 0
+    # One token alone is balanced whoever takes it.
+    few = some.get("moe") == "sinkhorn" and some.get("ragged", False)
+    return odd or few or some.get("dp", 2) % some.get("replicas", 1) != 0
 
 
 def drawn(matrix: Factors, draw: random.Random, max_world: int, **fixed: Any) -> Cell:
@@ -331,12 +360,28 @@ def crossed(
 
     What a rule of the configuration refuses is left out.
     """
+    combinations = product(*(matrix[name] for name in names))
+    fixed = (dict(zip(names, combination, strict=True)) for combination in combinations)
+    return varied(matrix, [some for some in fixed if not refused(some)], max_world, tries=tries)
+
+
+def varied(
+    matrix: Factors, given: Iterable[Mapping[str, Any]], max_world: int, *, tries: int = 12
+) -> list[Cell]:
+    """A cell for each of some fixed values; the others vary, so that new triples occur."""
     draw, seen, chosen = random.Random(0), set(), []
-    for combination in product(*(matrix[name] for name in names)):
-        fixed = dict(zip(names, combination, strict=True))
-        if refused(fixed):
-            continue
+    for fixed in given:
         candidates = [drawn(matrix, draw, max_world, **fixed) for _ in range(tries)]
         chosen.append(max(candidates, key=lambda cell: len(values(cell, matrix, 3) - seen)))
         seen |= values(chosen[-1], matrix, 3)
     return chosen
+
+
+def placed(max_world: int) -> list[dict[str, Any]]:
+    """Every mixture in every layout in which it has a place, by turns in one of the scenes."""
+    found = []
+    for (i, layout), (j, moe) in product(enumerate(LAYOUTS.values()), enumerate(MIXTURES)):
+        some = layout | {"moe": moe} | SCENES[(i + j) % len(SCENES)]
+        some["ragged"] = some["ragged"] and moe != "sinkhorn"
+        found += [some] if fits(some.items(), max_world) else []
+    return found

@@ -1,7 +1,7 @@
 """What training one cell leaves on each rank, put together, and how far two outcomes differ."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,9 @@ from reference.bridge import Fragments
 from reference.plain import Weights
 from torch import Tensor
 
+Routed = dict[str, tuple[list[int], float]]  # by layer: choices of every expert, share dropped
+LOSSES = ("losses", "z_losses", "balance_losses", "router_z_losses")
+
 
 @dataclass
 class Part:
@@ -19,7 +22,11 @@ class Part:
 
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
+    balance_losses: list[float] = field(default_factory=list)
+    router_z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    routed: list[Routed] = field(default_factory=list)  # in every step
+    kept: list[Weights] = field(default_factory=list)  # by the routers, after every step
     initial: Fragments = field(default_factory=list)
     gradients: list[Fragments] = field(default_factory=list)  # of every step, before clipping
     weights: list[Fragments] = field(default_factory=list)  # after every step
@@ -41,7 +48,11 @@ class Outcome:
 
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
+    balance_losses: list[float] = field(default_factory=list)
+    router_z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    routed: list[Routed] = field(default_factory=list)
+    kept: list[Weights] = field(default_factory=list)
     gradients: list[Weights] = field(default_factory=list)
     weights: list[Weights] = field(default_factory=list)
     moments: dict[str, Weights] = field(default_factory=dict)
@@ -55,9 +66,8 @@ def joined(parts: Sequence[Part]) -> Outcome:
 
     one = parts[0]
     return Outcome(
-        one.losses,
-        one.z_losses,
-        one.norms,
+        *(getattr(one, kind) for kind in (*LOSSES, "norms", "routed")),
+        [merged(step) for step in zip(*(part.kept for part in parts), strict=True)],
         [logical(step) for step in zip(*(part.gradients for part in parts), strict=True)],
         [logical(step) for step in zip(*(part.weights for part in parts), strict=True)],
         {
@@ -65,6 +75,11 @@ def joined(parts: Sequence[Part]) -> Outcome:
             for kind in dict.fromkeys(kind for part in parts for kind in part.moments)
         },
     )
+
+
+def merged(held: Iterable[Weights]) -> Weights:
+    """What the routers of all pipeline ranks keep."""
+    return {name: x for mine in held for name, x in mine.items()}
 
 
 def initial(parts: Sequence[Part]) -> Weights:
@@ -75,7 +90,7 @@ def initial(parts: Sequence[Part]) -> Weights:
 def unequal(parts: Sequence[Part]) -> list[str]:
     """What should be equal to the bit on several ranks and is not."""
     one = parts[0]
-    numbers = ("losses", "z_losses", "norms")
+    numbers = (*LOSSES, "norms", "routed")
     found = [x for x in numbers for part in parts if getattr(part, x) != getattr(one, x)]
     held = {"initial": [part.initial for part in parts]}
     for kind in ("gradients", "weights"):
@@ -83,6 +98,9 @@ def unequal(parts: Sequence[Part]) -> list[str]:
             held[f"{kind} of step {i}"] = [getattr(part, kind)[i] for part in parts]
     kinds = {kind for part in parts for kind in part.moments}
     held |= {kind: [part.moments.get(kind, []) for part in parts] for kind in kinds}
+    for i, wanted in enumerate(joined(parts).kept):
+        for name, x in (pair for part in parts for pair in part.kept[i].items()):
+            found += [] if torch.equal(x, wanted[name]) else [f"{name} of step {i}"]
     for name, by_rank in held.items():
         copies: dict[Any, Tensor] = {}
         for fragment, x in (piece for pieces in by_rank for piece in pieces):
@@ -106,12 +124,25 @@ def relative(found: float, wanted: float) -> float:
     return abs(found - wanted) / (abs(wanted) or 1.0)
 
 
+def same(found: Weights, wanted: Weights) -> bool:
+    """Whether they are equal to the bit."""
+    return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
+
+
+def exact(found: Outcome, wanted: Outcome) -> Iterator[tuple[str, bool]]:
+    """What must be equal to the bit, and whether it is."""
+    for i, (have, want) in enumerate(zip(found.routed, wanted.routed, strict=True)):
+        yield f"routed of step {i}", have == want
+    for i, (have, want) in enumerate(zip(found.kept, wanted.kept, strict=True)):
+        yield f"kept of step {i}", same(have, want)
+
+
 def difference(found: Outcome, wanted: Outcome, *, floor: float = 1e-4) -> tuple[float, str]:
     """The largest relative difference of losses, norms, gradients, weights, moments, and where."""
     if found.moments.keys() != wanted.moments.keys():
         return math.inf, f"kinds of moments {sorted(found.moments)}, not {sorted(wanted.moments)}"
-    results = []
-    for kind in ("losses", "z_losses", "norms"):
+    results = [(0.0 if equal else math.inf, what) for what, equal in exact(found, wanted)]
+    for kind in (*LOSSES, "norms"):
         pairs = zip(getattr(found, kind), getattr(wanted, kind), strict=True)
         results += [(relative(a, b), f"{kind} of step {i}") for i, (a, b) in enumerate(pairs)]
     tensors = [(kind, found.moments[kind], want) for kind, want in wanted.moments.items()]

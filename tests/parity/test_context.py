@@ -2,16 +2,19 @@
 same ones after a checkpoint that another layout wrote.
 """
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from parity.continued import check, rotated
 from parity.matrix import (
     CONTEXT,
     CONTEXT_CROSSED,
+    Cell,
     Factors,
     crossed,
     sampled,
@@ -26,6 +29,22 @@ QUICK: Factors = {**CONTEXT, "model": ("llama", "sinks", "capped", "gpt2"), "opt
 def test_pairwise_sample(tmp_path: Path) -> None:
     chosen = sampled(QUICK, 4)
     check(chosen, rotated(chosen, 1), tmp_path)
+
+
+def test_scores_are_dropped_alike_by_every_exchange(tmp_path: Path) -> None:
+    """By their head and places in the micro-batch, over tp and in recomputation too."""
+    cell = Cell(
+        "sinks", dp=1, micro_batch=2, global_batch=3, bucket_bytes=256, dropout=0.0, seq=8,
+        ragged=True, window=5, attention_dropout=0.3,
+    )  # fmt: skip
+    layouts: list[dict[str, Any]] = [
+        {"cp_comm": "ring", "cp": 2, "recompute": ("core",)},
+        {"cp_comm": "all_gather", "cp": 2, "tp": 2, "sp": True},
+        {"cp_comm": "all_to_all", "cp": 2},
+        {"cp_comm": "hierarchical", "cp": 4},
+    ]
+    cells = [dataclasses.replace(cell, **layout) for layout in layouts]
+    check(cells, rotated(cells, 1), tmp_path)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def check(name: str, dtype: str, *, dropout: float) -> None:
     }
     config = resolve(from_dict(values))
     lines = dry_run(config, Grid(4096), 17)
-    held = parameters(model_spec(config.model), name)
+    held = parameters(model_spec(config), name)
     assert lines[0].startswith("rank 17 of 4096")
     assert number(lines, "parameters held") == held
     # Storage is rounded up to 64 elements a parameter.

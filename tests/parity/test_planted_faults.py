@@ -13,7 +13,7 @@ from torch import Tensor
 from penteract.collectives import all_reduce_
 from penteract.mesh import Axis
 from penteract.nn import norm as norm_module
-from penteract.nn.sequences import Noise
+from penteract.nn.sequences import Training
 from penteract.parallel import buffers as buffers_module
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.pipeline.executor import Executor, Output
@@ -41,10 +41,11 @@ def missing_all_reduce(patch: pytest.MonkeyPatch) -> None:
 def local_count(patch: pytest.MonkeyPatch) -> None:
     """Each rank divides by its own number of tokens."""
 
-    def total(self: Run, parts: list[Tensor]) -> Tensor:
-        return torch.stack([torch.as_tensor(part).double() for part in parts]).sum() * 2
+    def totals(self: Run, *several: list[Tensor]) -> Tensor:
+        local = [[torch.as_tensor(part).double() for part in parts] for parts in several]
+        return torch.stack([torch.stack(parts).sum() for parts in local]) * 2
 
-    patch.setattr(Run, "_total", total)
+    patch.setattr(Run, "_totals", totals)
 
 
 def accumulation_factor(patch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,11 @@ def decay_on_norms(patch: pytest.MonkeyPatch) -> None:
 
 def local_dropout(patch: pytest.MonkeyPatch) -> None:
     """Masks follow a rank's own number of the micro-batch."""
-    patch.setattr(run_module, "Noise", lambda seed, step, i: Noise(seed, step, i // CELL.dp))
+
+    def of(seed: int, step: int, i: int, share: Tensor) -> Training:
+        return Training(seed, step, i // CELL.dp, share)
+
+    patch.setattr(run_module, "Training", of)
 
 
 def dropped_weight_gradient(patch: pytest.MonkeyPatch) -> None:

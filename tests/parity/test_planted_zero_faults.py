@@ -223,9 +223,9 @@ def train_without_some(cell: Cell) -> Part:
     mlp, forward = blocks[-1].mlp, run.task.forward
 
     def some(*args: Any) -> Output:
-        *_, noise = args
+        *_, training = args
         with pytest.MonkeyPatch.context() as patch:
-            if noise.micro_batch % 2:
+            if training.micro_batch % 2:
                 patch.setattr(mlp, "forward", lambda x, sizes: torch.zeros_like(x))
             return forward(*args)
 

@@ -161,7 +161,7 @@ def test_evaluation_is_sum_over_count_in_every_layout(dp: int, cp: int) -> None:
     """Ragged masks: a mean of the ranks' means would differ. No token at all gives 0, not NaN."""
     cell = dataclasses.replace(CELL, dropout=0.1)  # which evaluation must not apply
     samples = [0, 1, 2, 3, 4]
-    described = bridge.describe(model_spec(config_of(cell).model))
+    described = bridge.describe(model_spec(config_of(cell)))
     weights = bridge.random_weights(
         bridge.placements(new_run(cell, create_mesh(Grid(1), 0)).buffers)
     )

@@ -4,11 +4,13 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from reference.mixture import Padding
 from reference.plain import Description, Document, Weights
 from torch import Tensor, nn
 
 from penteract.mesh import Axis
 from penteract.nn.model import ModelSpec
+from penteract.nn.moe import MoESpec
 from penteract.nn.sequences import MicroBatch
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import declared_parameters
@@ -16,11 +18,13 @@ from penteract.placement import Fragment, Placement, assemble
 
 Stored = tuple[Placement, Tensor]
 Fragments = list[tuple[Fragment, Tensor]]
+LARGE = {"sinks": 3.0, "router.weight": 0.6}  # standard deviations of random weights, else 0.4
 
 
 def describe(spec: ModelSpec) -> Description:
     """What the reference needs to know of a model."""
     block = spec.blocks[0]
+    mlp = block.mlp.expert if isinstance(block.mlp, MoESpec) else block.mlp
     return Description(
         layers=len(spec.blocks),
         heads=block.attention.heads,
@@ -28,7 +32,7 @@ def describe(spec: ModelSpec) -> Description:
         head_size=block.attention.head_size,
         norm=spec.norm.kind,
         eps=spec.norm.eps,
-        activation=block.mlp.activation,
+        activation=mlp.activation,
         theta=block.attention.rope_theta,
         qk_norm=block.attention.qk_norm is not None,
         tied=spec.tied,
@@ -91,7 +95,7 @@ def random_weights(stored: Iterable[Stored], seed: int = 0) -> Weights:
     weights = {}
     for name in sorted(shapes):
         x = torch.randn(shapes[name], generator=generator, dtype=torch.float64)
-        large = 3.0 if name.endswith("sinks") else 0.4
+        large = next((size for end, size in LARGE.items() if name.endswith(end)), 0.4)
         weights[name] = 1 + 0.3 * x if name.endswith("norm.weight") else large * x
     return weights
 
@@ -104,7 +108,10 @@ def micro_batch(documents: list[Document], cp: Axis | None = None) -> MicroBatch
     )
     weights = np.array([w for doc in documents for w in doc.weights], np.float64)
     lengths = tuple(len(doc.tokens) for doc in documents)
-    return MicroBatch.of(tokens, labels, lengths, weights=weights, cp=cp)
+    real = None
+    if any(isinstance(doc, Padding) for doc in documents):
+        real = np.array([not isinstance(doc, Padding) for doc in documents]).repeat(lengths)
+    return MicroBatch.of(tokens, labels, lengths, weights=weights, real=real, cp=cp)
 
 
 def worst_difference(found: Weights, wanted: Weights, *, floor: float = 1e-4) -> tuple[float, str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 Weights = dict[str, Tensor]
 Drop = Callable[[str, Tensor, int], Tensor]  # (layer name, [s, h], first row) -> [s, h]
+Scores = Callable[[str, int, int, range], Tensor]  # (layer, head, row, rows it sees) -> factors
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Description:
     window: int | None = None  # tokens that a token attends to, itself included
     sinks: bool = False  # weights `{name}.sinks` [heads], one more score in every row
     softcap: float | None = None  # c of c·tanh(score / c)
+    scores: Scores | None = None  # dropout of probabilities
 
 
 @dataclass(frozen=True)
@@ -88,22 +90,34 @@ def attention_row(
     *,
     sink: Tensor | None = None,
     softcap: float | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """One query [d] over the keys and values that it sees -> [d]; `sink` is a score without one."""
+    """One query [d] over the keys and values that it sees -> [d]; `sink` is a score without one.
+
+    Probabilities are multiplied by `factors`, those of dropout.
+    """
     scores = torch.stack([(q * k).sum() / math.sqrt(q.shape[0]) for k in keys])
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if sink is not None:
         scores = torch.cat([scores, sink.reshape(1)])
     exponentials = torch.exp(scores - scores.max())
+    probabilities = exponentials / exponentials.sum()
+    if factors is not None:
+        probabilities = probabilities[: len(values)] * factors
     result = torch.zeros_like(values[0])
-    for p, v in zip(exponentials / exponentials.sum(), values, strict=sink is None):
+    for p, v in zip(probabilities, values, strict=sink is None):
         result = result + p * v
     return result
 
 
 def attention(
-    rows: Sequence[Tensor], w: Weights, name: str, d: Description, first_position: int
+    rows: Sequence[Tensor],
+    w: Weights,
+    name: str,
+    d: Description,
+    first_position: int,
+    first_row: int = 0,
 ) -> list[Tensor]:
     """Causal attention of one document's rows, each [h] -> [h]."""
 
@@ -127,10 +141,11 @@ def attention(
         g = head // (d.heads // d.kv_heads)  # neighbouring query heads share a key/value head
         sink = w[f"{name}.sinks"][head] if d.sinks else None
         for i, q in enumerate(head_rows("q", head)):
-            seen = slice(0 if d.window is None else max(0, i + 1 - d.window), i + 1)
-            outputs[i].append(
-                attention_row(q, keys[g][seen], values[g][seen], sink=sink, softcap=d.softcap)
-            )
+            first = 0 if d.window is None else max(0, i + 1 - d.window)
+            k, v = keys[g][first : i + 1], values[g][first : i + 1]
+            at = range(first_row + first, first_row + i + 1)
+            factors = d.scores and d.scores(name, head, first_row + i, at)
+            outputs[i].append(attention_row(q, k, v, sink=sink, softcap=d.softcap, factors=factors))
     return [linear(torch.cat(parts), w, f"{name}.o") for parts in outputs]
 
 
@@ -145,22 +160,42 @@ def mlp(x: Tensor, w: Weights, name: str, d: Description) -> Tensor:
     return linear(y, w, f"{name}.down")
 
 
-def logits(document: Document, w: Weights, d: Description, drop: Drop = keep) -> Tensor:
-    """[s, v] of one document."""
-    first = document.first_row
+def embedded(document: Document, w: Weights, d: Description, drop: Drop) -> list[Tensor]:
+    """The rows [h] before the first block."""
     rows = [w["embed.weight"][token] for token in document.tokens]
     if d.theta is None:
         rows = [x + w["embed.positions"][document.first_position + i] for i, x in enumerate(rows)]
-    rows = list(drop("embed", torch.stack(rows), first))
+    return list(drop("embed", torch.stack(rows), document.first_row))
+
+
+def attended(
+    rows: list[Tensor], w: Weights, name: str, d: Description, document: Document, drop: Drop
+) -> list[Tensor]:
+    """The rows after a block's attention."""
+    y = [norm(x, w, f"{name}.attention_norm", d.norm, d.eps) for x in rows]
+    y = attention(y, w, f"{name}.attention", d, document.first_position, document.first_row)
+    return added(rows, drop(f"{name}.attention", torch.stack(y), document.first_row))
+
+
+def added(rows: list[Tensor], y: Tensor) -> list[Tensor]:
+    return list(torch.stack(rows) + y)
+
+
+def head(rows: list[Tensor], w: Weights, d: Description) -> Tensor:
+    """Rows [h] after the last block -> [s, v]."""
+    matrix = w["embed.weight"] if d.tied else w["head.weight"]
+    return torch.stack([matrix @ norm(x, w, "norm", d.norm, d.eps) for x in rows])
+
+
+def logits(document: Document, w: Weights, d: Description, drop: Drop = keep) -> Tensor:
+    """[s, v] of one document."""
+    rows = embedded(document, w, d, drop)
     for layer in range(d.layers):
         name = f"layers.{layer}"
-        y = [norm(x, w, f"{name}.attention_norm", d.norm, d.eps) for x in rows]
-        y = attention(y, w, f"{name}.attention", d, document.first_position)
-        rows = list(torch.stack(rows) + drop(f"{name}.attention", torch.stack(y), first))
+        rows = attended(rows, w, name, d, document, drop)
         y = [mlp(norm(x, w, f"{name}.mlp_norm", d.norm, d.eps), w, f"{name}.mlp", d) for x in rows]
-        rows = list(torch.stack(rows) + drop(f"{name}.mlp", torch.stack(y), first))
-    head = w["embed.weight"] if d.tied else w["head.weight"]
-    return torch.stack([head @ norm(x, w, "norm", d.norm, d.eps) for x in rows])
+        rows = added(rows, drop(f"{name}.mlp", torch.stack(y), document.first_row))
+    return head(rows, w, d)
 
 
 @dataclass(frozen=True)
@@ -180,8 +215,12 @@ def loss_sums(
     document: Document, w: Weights, d: Description, aim: Aim, drop: Drop = keep
 ) -> tuple[Tensor, Tensor]:
     """Σ weight · the cross-entropy of (1-ε) · label + ε · uniform; Σ weight · ζ (log Σ exp z)²."""
+    return sums_of(logits(document, w, d, drop), document, aim)
+
+
+def sums_of(z: Tensor, document: Document, aim: Aim) -> tuple[Tensor, Tensor]:
+    """Those of given logits [s, v]."""
     total, squares = torch.zeros(2, dtype=torch.float64)
-    z = logits(document, w, d, drop)
     for row, label, weight in zip(z, document.labels, document.weights, strict=True):
         top = row.max()
         log_sum = top + torch.log(torch.exp(row - top).sum())

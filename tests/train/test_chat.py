@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from penteract.checkpoint.io import read_manifest
 from penteract.checkpoint.model import load_model
 from penteract.cli import main
 from penteract.config_file import load
+from penteract.data import rows as rows_module
 from penteract.data.chat import Chat, build_chat, encode, parse
 from penteract.data.packing import costs
 from penteract.data.template import find_template
@@ -160,6 +162,38 @@ def test_a_run_continues_and_other_chats_are_refused(folder: Path, alone: object
     assert "data.files: saved" in refused
 
 
+def test_harmless_changes_go_on(folder: Path, alone: object) -> None:
+    """The same template in a file of another name, and a key that conversations do not heed."""
+    inputs = (str(folder / "talks.jsonl"),)
+    kept = find_template(None, "bytes", BYTES)
+    for i, name in enumerate(("one", "two")):
+        (folder / f"{name}.jinja").write_text(kept.source)
+        build_chat(Chat(str(folder / "named"), inputs, template=str(folder / f"{name}.jinja")))
+        across = f"--data.predict_across={'true' if i else 'false'}"
+        words = ['--data.train=["named"]', f"--train.steps={i + 1}", "--optim.decay=3", across]
+        said = tune(folder, "renamed", *words)
+    assert "continuing" in said
+    np.testing.assert_allclose(curve(folder / "renamed"), curve(folder / "alone")[:2], rtol=1e-9)
+    assert read_manifest(newest(folder / "renamed")).state["chat"]["name"] == "two.jinja"
+
+
+def test_what_is_held_out_is_packed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and validation share the rows of a file."""
+    write_config(folder, KEYS)
+    made, pack = [], rows_module.best_fit
+
+    def counted(*arguments: Any) -> Any:
+        made.append(arguments)
+        return pack(*arguments)
+
+    monkeypatch.setattr(rows_module, "best_fit", counted)
+    mesh, device = create_mesh(Grid(1), 0), torch.device("cpu")
+    task, _ = language_model(load(folder / "run.toml", []), mesh, device)
+    assert list(task.validation["chats"]())
+    task.close()
+    assert len(made) == 1
+
+
 def test_what_is_refused(folder: Path, alone: object) -> None:
     said = tune(folder, "none", "--data.packing=false", code=2)
     assert "holds conversations (there is a .mask): they need data.packing = true" in said
@@ -168,9 +202,10 @@ def test_what_is_refused(folder: Path, alone: object) -> None:
     )
     inputs = (str(folder / "talks.jsonl"),)
     build_chat(Chat(str(folder / "plain"), inputs, template=str(folder / "t.jinja")))
-    said = tune(folder, "none", '--data.train=["chats","plain"]', code=2)
-    assert "train on chats of one template" in said
-    assert "Traceback" not in said
+    for more in ('--data.train=["chats","plain"]', '--data.valid=["plain"]'):
+        said = tune(folder, "none", more, code=2)
+        assert "train and validate on chats of one template" in said
+        assert "Traceback" not in said
 
 
 def test_generate_answers_and_stops(
@@ -196,5 +231,7 @@ def test_generate_answers_and_stops(
     template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
     assert main([*asked, "--prompt", "q", "--template", str(template)]) == 0
     capsys.readouterr()
+    assert main([*asked, "--prompt", "\U00100000"]) == 2
+    assert "the question: half of a surrogate pair" in capsys.readouterr().err
     assert main([*asked[:2], "--template", str(template)]) == 2
     assert "--template is for --chat" in capsys.readouterr().err

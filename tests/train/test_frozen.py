@@ -66,7 +66,7 @@ def test_thawed_tensors_start_with_moments_of_zero(tmp_path: Path, dtype: str) -
         "layers.0.attention.k.weight, layers.0.attention.q.weight and 2 more"
     )
     saved, zero, kept = tensors(step), 0, 0
-    for shard, view in held(here.buffers, here.optimizer):
+    for shard, view in held(here.task.model, here.buffers, here.optimizer):
         prefix, _, tensor = shard.tensor.rpartition("/")
         if shard.tensor in saved:
             assert torch.equal(view, saved[shard.tensor][shard.box.slices()]), shard.tensor

@@ -26,7 +26,9 @@ from penteract.checkpoint.io import read_manifest
 from penteract.checkpoint.model import load_model
 from penteract.checkpoint.steps import steps
 from penteract.config_file import load
+from penteract.data.indexed import IndexedFile
 from penteract.data.loader import ValidSource
+from penteract.data.rows import rows_of
 from penteract.grid import Grid
 from penteract.mesh import create_mesh
 from penteract.nn.sequences import MicroBatch
@@ -137,7 +139,8 @@ def test_evaluation_is_the_sum_over_tokens_divided_by_their_number(tmp_path: Pat
     config = write_config(tmp_path, {"train": {"eval_steps": 100}})
     run(["train", config, "--train.steps=2"], 2)
     model, _, _ = load_model(newest(tmp_path / "run"))
-    source = ValidSource(tmp_path / "text", seq=12, vocab=257, valid_fraction=0.1)
+    rows = rows_of(IndexedFile(tmp_path / "text"), 12, packing=False, predict_across=False)
+    source = ValidSource(rows, valid_fraction=0.1)
     assert len(source) % 4, "the last batch should be ragged"
     found = source.samples(range(len(source)))
     batch = MicroBatch.of(found.tokens.flatten(), found.labels.flatten(), found.lengths)

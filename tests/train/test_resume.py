@@ -199,6 +199,14 @@ def test_other_logging_and_saving_is_no_other_run(tmp_path: Path, config: Path) 
     assert newest(tmp_path / "run").name == "step-00000010"
 
 
+def test_another_backend_of_attention_goes_on(
+    tmp_path: Path, config: Path, undisturbed: Path
+) -> None:
+    run(["train", config, "--train.steps=5"])
+    run(["train", config, "--model.attention=plain"])
+    np.testing.assert_allclose(curve(tmp_path / "run"), curve(undisturbed), rtol=1e-12)
+
+
 def test_loading_weights_starts_a_fresh_run(tmp_path: Path, config: Path) -> None:
     write_corpus(tmp_path / "other", seed=1)
     run(["train", config, "--train.steps=5"])

@@ -146,7 +146,7 @@ def test_gradient_buckets_are_those_of_the_buffers(
     monkeypatch.setattr(buckets_module, "BUCKET_BYTES", 1000)
     monkeypatch.setattr(buckets_module, "SLICE_BYTES", 0)
     config = config_of(name, {"parallel": {"tp": 4, "sp": True}})
-    grid, spec = Grid(12, tp=4), model_spec(config.model)
+    grid, spec = Grid(12, tp=4), model_spec(config)
     for rank in range(4):
         axis = Axis("tp", 4, rank, (0, 1, 2, 3))
         model = Stage(spec, TensorParallel(axis, sequence=True), dtype=torch.float32)
@@ -191,12 +191,12 @@ def both_ways(make: Callable[[TensorParallel], Any], sequence: bool) -> list[tup
 
 
 def block(tp: TensorParallel) -> Block:
-    spec = model_spec(config_of("llama", {}).model).blocks[0]
+    spec = model_spec(config_of("llama", {})).blocks[0]
     return Block("block", 12, spec, Build(tp, torch.float32, NORMAL, NORMAL))
 
 
 def mlp(tp: TensorParallel) -> MLP:
-    spec = model_spec(config_of("gpt2", {}).model).blocks[0].mlp
+    spec = model_spec(config_of("gpt2", {})).blocks[0].mlp
     return MLP("mlp", 12, spec, Build(tp, torch.float32, NORMAL, NORMAL))
 
 
@@ -247,7 +247,7 @@ def test_gradients_that_are_partial_over_tp_are_one_message_of_the_step(
     """Decayed positions beside norms and biases too, which lie in another buffer."""
     config = config_of(name, {"parallel": {"tp": 2, "sp": True}})
     axis = Axis("tp", 2, 0, (0, 1))
-    model = Stage(model_spec(config.model), TensorParallel(axis, True), dtype=torch.float32)
+    model = Stage(model_spec(config), TensorParallel(axis, True), dtype=torch.float32)
     found = Buffers(model, Sharding.whole(single("dp-cp")), seed=0, more_axes=[axis]).kinds
     assert sum("tp" in kind.more_axes for kind in found) == kinds
     micro = 3  # of five sequences

@@ -178,10 +178,11 @@ def test_fuzzing_writes_the_smallest_failing_pair_and_how_to_repeat_it(
 ) -> None:
     """Each rank divides by its own number of tokens, whatever the model."""
 
-    def total(self: Run, parts: list[Tensor]) -> Tensor:
-        return torch.stack([torch.as_tensor(part).double() for part in parts]).sum()
+    def totals(self: Run, *several: list[Tensor]) -> Tensor:
+        local = [[torch.as_tensor(part).double() for part in parts] for parts in several]
+        return torch.stack([torch.stack(parts).sum() for parts in local])
 
-    monkeypatch.setattr(Run, "_total", total)
+    monkeypatch.setattr(Run, "_totals", totals)
     monkeypatch.chdir(tmp_path)
     assert main(["verify", "--fuzz", "1", "--seed", "2", "--max-world", "2"]) == 1
     said = capsys.readouterr()

@@ -70,25 +70,26 @@ def missing_bucket(patch: Patch) -> None:
 def local_count(patch: Patch) -> None:
     """Each rank divides by the number of its own tokens."""
 
-    def total(self: Run, parts: list[Tensor]) -> Tensor:
-        return torch.stack([torch.as_tensor(part).double() for part in parts]).sum()
+    def totals(self: Run, *several: list[Tensor]) -> Tensor:
+        local = [[torch.as_tensor(part).double() for part in parts] for parts in several]
+        return torch.stack([torch.stack(parts).sum() for parts in local])
 
-    patch.setattr(Run, "_total", total)
+    patch.setattr(Run, "_totals", totals)
 
 
 def local_dropout(patch: Patch) -> None:
     """Masks follow a rank's own number of the micro-batch."""
-    noise = run_module.Noise
+    training = run_module.Training
 
-    class Local(noise):  # type: ignore[misc, valid-type]
+    class Local(training):  # type: ignore[misc, valid-type]
         def stream(self, name: str) -> str:
             return f"dropout/{self.step}/{self.micro_batch // 2 * 2}/{name}"
 
-    def of(seed: int, step: int, number: int) -> Any:
+    def of(*what: Any) -> Any:
         alone = not torch.distributed.is_initialized()
-        return noise(seed, step, number) if alone else Local(seed, step, number)
+        return training(*what) if alone else Local(*what)
 
-    patch.setattr(run_module, "Noise", of)
+    patch.setattr(run_module, "Training", of)
 
 
 def unequal_replica(patch: Patch) -> None:

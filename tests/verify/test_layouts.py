@@ -80,11 +80,28 @@ def test_a_key_that_changes_what_is_trained_is_refused_with_the_way_out(key: str
         parse_layout(f"dp=2,{key}=1", config())
 
 
-def test_another_micro_batch_is_refused_under_dropout() -> None:
-    dropping = config()
-    model = dataclasses.replace(dropping.model, dropout=0.1)
-    dropping = dataclasses.replace(dropping, model=model)
-    with pytest.raises(ConfigError, match="masks are those of a micro-batch"):
+def with_model(**changes: Any) -> Config:
+    found = config()
+    return dataclasses.replace(found, model=dataclasses.replace(found.model, **changes))
+
+
+def test_another_backend_of_attention_trains_the_same() -> None:
+    layout = parse_layout("cp=2,model.attention=plain", config())
+    assert (layout.config.model.attention, layout.values["model.attention"]) == ("plain",) * 2
+    assert reference(config()).model.attention == "flash"
+    for key, value in (("softcap", 1.5), ("attention_dropout", 0.1)):
+        with pytest.raises(ConfigError, match=f"model.{key} = {value}.*give"):
+            parse_layout("model.attention=flash", with_model(attention="plain", **{key: value}))
+
+
+@pytest.mark.parametrize(
+    "model", [{"dropout": 0.1}, {"attention_dropout": 0.2, "attention": "plain"}]
+)
+def test_another_micro_batch_is_refused_under_dropout(model: dict[str, Any]) -> None:
+    (key, rate), *_ = model.items()
+    dropping = with_model(**model)
+    said = f"with model.{key} = {rate}: masks are those of a micro-batch.*give --model.{key} 0"
+    with pytest.raises(ConfigError, match=said):
         parse_layout("train.micro_batch=1", dropping)
     assert parse_layout("train.micro_batch=2", dropping).world == 1  # what it is already
 
@@ -94,6 +111,15 @@ def test_sizes_of_the_file_are_left_out_and_other_keys_kept() -> None:
     layout = parse_layout("dp=2", asked)
     assert layout.values == {"sp": True, "recompute": ("mlp",), "dp": 2}
     assert layout.world == 2
+
+
+def test_groups_of_the_file_are_checked_only_where_heads_are_exchanged_in_them() -> None:
+    asked = config(cp_inner=2)
+    for text in ("cp=3", "cp=3,cp_comm=all_to_all", "cp_comm=hierarchical", "dp=3"):
+        assert parse_layout(text, asked).config.parallel.cp_inner == 2
+    assert parse_layout("cp=4,cp_comm=hierarchical", asked).world == 4
+    with pytest.raises(ConfigError, match=r"cp_inner = 2 does not divide cp = 3; .* 1 or 3"):
+        parse_layout("cp=3,cp_comm=hierarchical", asked)
 
 
 def test_the_reference_has_every_key_at_its_default() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 
@@ -11,9 +12,17 @@ from penteract.config_file import from_dict
 from penteract.grid import Grid
 from penteract.verify.compare import Sent, Verdict
 from penteract.verify.layouts import parse_layout
-from penteract.verify.report import byte_rows, bytes_table, number, short, table
+from penteract.verify.report import (
+    byte_rows,
+    bytes_table,
+    fuzz_summary,
+    number,
+    short,
+    table,
+)
 from penteract.verify.verify import Result
 
+Bytes = dict[str, dict[str, int | None]]
 SENT: list[Sent] = [{"tp": {"a": 10, "b": 2}, "dp": {}}, {"tp": {"a": 20}, "dp": {}}]
 
 
@@ -47,6 +56,29 @@ def test_bytes_are_compared_rank_by_rank(
 def test_an_axis_that_only_the_formula_knows_is_shown() -> None:
     rows = list(byte_rows(result([{}, {}]), lambda config, grid, rank: {"ep": {"x": 4}}))
     assert rows == [("tp=2", "ep", 0, 4, "0 times, rank 0")]
+
+
+def test_bytes_that_follow_from_the_routing_are_neither_equal_nor_different() -> None:
+    def formula(config: Config, grid: Grid, rank: int) -> Bytes:
+        return {"tp": {"tokens": None, "norm": 8}, "dp": {"counts": 0}}
+
+    routed = [result(SENT)]
+    assert list(byte_rows(*routed, formula)) == [("tp=2", "tp", 20, None, "by routing")]
+    head, shown = list(bytes_table(routed, formula))[-2:]
+    assert shown.split() == ["tp=2", "tp", "20", "by", "routing"]
+    assert shown.index("by routing") == len(head) + 1
+    lines = list(fuzz_summary([*routed, *routed], Counter(), formula))
+    assert "bytes over an axis: 0 as the formula says, 0 not, 2 by routing" in lines
+
+
+def test_a_rank_of_which_all_is_known_must_agree() -> None:
+    def formula(config: Config, grid: Grid, rank: int) -> Bytes:
+        return {"tp": {"tokens": (10, None)[rank]}}
+
+    assert list(byte_rows(result(SENT), formula)) == [("tp=2", "tp", 12, 10, "1.2 times, rank 0")]
+    lines = list(fuzz_summary([result(SENT)], Counter(), formula))
+    assert "bytes over an axis: 0 as the formula says, 1 not" in lines
+    assert "  tp=2, tp: 12 for 10, 1.2 times, rank 0" in lines
 
 
 def test_a_layout_that_crashed_has_no_bytes() -> None:

@@ -38,6 +38,15 @@ def test_a_large_model_becomes_small_and_keeps_its_features() -> None:
     assert "data.seq 4096 -> 8" in changes
 
 
+@pytest.mark.parametrize(
+    ("window", "expected"), [(1024, 2), (4095, 7), (100, 1), (4096, 4096), (None, None)]
+)
+def test_a_window_keeps_its_share_of_a_sequence(window: int | None, expected: int | None) -> None:
+    small, changes = shrink(made({**LLAMA_70B, "window": window}), [8])
+    assert (small.data.seq, small.model.window) == (8, expected)
+    assert (f"model.window {window} -> {expected}" in changes) == (window != expected)
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     kv_heads, ratio = draw(st.integers(1, 16)), draw(st.integers(1, 16))
@@ -50,6 +59,7 @@ def configs(draw: st.DrawFn) -> Config:
         "kv_heads": kv_heads,
         "head_size": 2 * draw(st.integers(1, 64)),
         "vocab": draw(st.integers(1, 99999)),
+        "window": draw(st.none() | st.integers(1, 3000)),
     }
     numbers = (draw(st.integers(1, 3000)) for _ in range(3))
     return made(model, *numbers)

@@ -19,7 +19,7 @@ from penteract.collectives import Pending, start_all_gather, start_reduce_scatte
 from penteract.mesh import Axis
 from penteract.parallel.context.blocks import Blocks, Gradient, Merged
 from penteract.parallel.context.cut import Block, Cut
-from penteract.parallel.context.exchange import Found
+from penteract.parallel.context.exchange import Found, begun
 from penteract.parallel.context.kernels import Kernel
 from penteract.parallel.context.score_dropout import Places
 
@@ -80,9 +80,7 @@ class AllGather:
         by_rank = share.new_zeros((self.axis.size * len(k), *share.shape[1:]))
         by_rank.index_copy_(0, plan.restore, share)
         del share
-        coming = start_reduce_scatter(by_rank, self.axis)
-        if not self.overlap:
-            coming.wait()
+        coming = begun(start_reduce_scatter(by_rank, self.axis), overlap=self.overlap)
         own = torch.zeros((2, *k.shape), dtype=gradient.wide, device=k.device)
         gradient.add(k, v, plan.own, own)
         own += coming.wait().transpose(0, 1)
@@ -90,7 +88,4 @@ class AllGather:
         return gradient.dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), d_sinks
 
     def _start_gather(self, k: Tensor, v: Tensor) -> Pending:
-        pending = start_all_gather(torch.stack([k, v], 1), self.axis)
-        if not self.overlap:
-            pending.wait()
-        return pending
+        return begun(start_all_gather(torch.stack([k, v], 1), self.axis), overlap=self.overlap)

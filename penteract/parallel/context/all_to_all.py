@@ -3,10 +3,12 @@
 An all-to-all turns all heads of some rows into some heads of all rows, and another turns the output
 back. Key/value heads go to every rank that has a query head of theirs; what these send back of
 their gradients is summed. The heads are exchanged in two halves, so that one travels while
-attention on the other runs. What backward needs is kept as it was exchanged, as many elements as
-before. Over groups of ranks this is hierarchical: heads are exchanged inside a group, and the rows
-of a group, which are a cut of the same kind (`Cut.merged`), go around a ring of groups. What is
-sent and held stands in `exchange`.
+attention on the other runs; with a single key/value head on a rank there is one half, and nothing
+runs beside it. What backward needs is kept as it was exchanged, as many elements as before.
+
+Over groups of ranks this is hierarchical: heads are exchanged inside a group, and the rows of a
+group, which are a cut of the same kind (`Cut.merged`), go around a ring of groups. What is sent and
+held stands in `exchange`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 from penteract.collectives import Pending, start_all_to_all
 from penteract.mesh import Axis
 from penteract.parallel.context.cut import Cut
-from penteract.parallel.context.exchange import Found
+from penteract.parallel.context.exchange import Found, begun
 from penteract.parallel.context.kernels import Kernel, of_heads
 from penteract.parallel.context.ring import Ring, Turns
 from penteract.placement import split_range
@@ -163,10 +165,7 @@ class AllToAll:
         return self._begin(sent, [y.shape[1]] * n, [len(h) for h in heads])
 
     def _begin(self, sent: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        pending = start_all_to_all(sent, self.inside, send, receive)
-        if not self.overlap:
-            pending.wait()
-        return pending
+        return begun(start_all_to_all(sent, self.inside, send, receive), overlap=self.overlap)
 
 
 def _all_heads(half: Half, a: int, g: int) -> list[tuple[int, ...]]:

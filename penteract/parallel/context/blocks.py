@@ -204,8 +204,8 @@ class Merged:
             self._found = whole_out, whole_lse
         had_out, had = query.of(whole_out), query.of(whole_lse)
         total = torch.logaddexp(had, lse.to(self.wide))
-        shares = (torch.exp(x - total)[..., None] for x in (had, lse))
-        query.put(whole_out, had_out * next(shares) + out * next(shares))
+        before, here = (torch.exp(x - total)[..., None] for x in (had, lse))
+        query.put(whole_out, had_out * before + out * here)
         query.put(whole_lse, total)
 
 

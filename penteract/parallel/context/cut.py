@@ -43,6 +43,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penteract.layout_rules import check_inner
+
 Ints = NDArray[np.int64]
 Mask = Literal["full", "causal", "window"]
 
@@ -89,20 +91,13 @@ class Cut:
         """Rows of all sequences, t."""
         return sum(self.lengths)
 
-    @property
-    def padding(self) -> int:
-        """Rows of all ranks that hold no token: fewer than cp."""
-        return self.cp * self.t_local - self.tokens
-
     def merged(self, inner: int) -> Cut:
         """The cut over cp/inner groups of `inner` neighbouring ranks, each as one rank.
 
         Neighbours hold neighbouring chunks, so it is a cut of the same kind. `order` brings the
-        rows of a group into its order. ValueError where `inner` does not divide cp.
+        rows of a group into its order. UserError where `inner` does not divide cp.
         """
-        if inner < 1 or self.cp % inner:
-            divisors = [x for x in range(1, self.cp + 1) if self.cp % x == 0]
-            raise ValueError(f"groups of {inner} do not divide cp {self.cp}: use one of {divisors}")
+        check_inner(inner, cp=self.cp)
         chunks = self.chunks.reshape(-1, 2 * self.cp // inner, inner).sum(-1)
         return Cut(self.lengths, self.cp // inner, self.t_local * inner, chunks)
 
@@ -185,11 +180,6 @@ class Cut:
                 found += _block(_join(front, back), before, "full")
                 found += _block(back, between, "full")
         return found
-
-    def work(self, rank: int, *, window: int | None = None) -> int:
-        """Pairs of a query of this rank and a key that it attends to."""
-        seen = self.positions(rank)[self.rows(rank) >= 0] + 1
-        return int((seen if window is None else seen.clip(max=window)).sum())
 
     def _pair(self, rank: int, table: Ints) -> Ints:
         """The columns of this rank's two chunks, [n, 2], of a table [n, 2·cp]."""

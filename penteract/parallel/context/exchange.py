@@ -9,21 +9,23 @@ of (n−1)/n · u:
 
 | exchange     | forward             | backward            | holds beside its own rows, in u      |
 |--------------|---------------------|---------------------|--------------------------------------|
-| ring         | n·2g·e              | n·2g·(e + w)        | 2 blocks of 2g·e; 3 of 2g·w          |
+| ring         | n·2g·e              | n·2g·(e + w)        | 2 blocks of 2g·e; and 4 of 2g·w      |
 | all_gather   | n·2g·e              | n·2g·(e + w)        | 2n·2g·e; 2n·2g·w                     |
 | all_to_all   | (2a + 2g')·e        | (2a + 2g')·e        | (2a + 2g')·e                         |
 | hierarchical | all_to_all inside n', a ring over n/n' groups of n' ranks                         |
 
 g' is g, or more where heads are fewer than ranks: each rank is then sent the one that it needs, so
-that g' = n where g divides n. The second figure of what is held is of backward. Recomputation
-sends forward's once more.
+that g' = n where g divides n. The second figure of what is held is of backward: the ring's four are
+this rank's gradient, that of the block, and what is sent and comes. Each of layer, attention and
+core that is recomputed sends forward's once more.
 
 | exchange     | what overlaps                                                                  |
 |--------------|--------------------------------------------------------------------------------|
 | ring         | a block travels while attention on the last one runs, gradients likewise       |
 | all_gather   | attention to the own rows runs before the others' come, and in backward last,  |
 |              | while gradients travel                                                         |
-| all_to_all   | half of the heads travel while attention on the others runs                    |
+| all_to_all   | half of the heads travel while attention on the others runs, where a rank gets |
+|              | at least two key/value heads                                                   |
 
 What must hold: all ranks of the axis have the same micro-batch, and compute its attention in the
 same order. Sources: Liu et al., arXiv:2310.01889 (ring); Llama 3, arXiv:2407.21783, section 3.3.2
@@ -38,12 +40,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penteract.collectives import Kinds, Operation, R, S
+from penteract.collectives import Kinds, Operation, Pending, R, S
 from penteract.mesh import Axis
 from penteract.parallel.context.cut import Cut
 from penteract.parallel.context.kernels import Kernel
 
 Found = tuple[Tensor, Tensor, Tensor, Tensor | None]  # gradients of q, k, v and the sinks
+
+
+def begun(pending: Pending, *, overlap: bool) -> Pending:
+    """A message that has begun, awaited here where nothing is to run beside it."""
+    if not overlap:
+        pending.wait()
+    return pending
 
 
 class Exchange(Protocol):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from math import isqrt
 from typing import Literal
 
+from penteract.layout_rules import check_inner, divisors
 from penteract.mesh import Axis, split_axis
 from penteract.parallel.context.all_gather import AllGather
 from penteract.parallel.context.all_to_all import AllToAll
@@ -14,16 +15,17 @@ from penteract.parallel.context.ring import Ring
 Comm = Literal["ring", "all_gather", "all_to_all", "hierarchical"]
 
 
-def inner_size(cp: int, inner: int | None = None) -> int:
-    """Ranks of a hierarchical exchange's groups: the largest divisor of cp up to its root.
+def group_size(comm: Comm, cp: int, inner: int | None = None) -> int:
+    """Among how many ranks an exchange of `cp` ranks exchanges heads; 1 where it exchanges none.
 
-    ValueError where the given size does not divide cp.
+    A hierarchical exchange's groups have `inner` ranks, or the largest divisor of cp up to its
+    root. UserError where `inner` does not divide cp.
     """
-    divisors = [n for n in range(1, cp + 1) if cp % n == 0]
+    if comm != "hierarchical" or cp == 1:
+        return cp if comm == "all_to_all" else 1
     if inner is None:
-        return max(n for n in divisors if n <= math.isqrt(cp))
-    if inner not in divisors:
-        raise ValueError(f"groups of {inner} do not divide cp = {cp}: use one of {divisors}")
+        return max(n for n in divisors(cp) if n <= isqrt(cp))
+    check_inner(inner, cp=cp)
     return inner
 
 
@@ -31,10 +33,10 @@ def exchange_of(
     comm: Comm, axis: Axis, *, inner: int | None = None, overlap: bool = True
 ) -> Exchange:
     """The exchange of a name over `axis`; all ranks of the world call it together."""
-    if axis.size == 1 or comm == "ring":
-        return Ring(axis, overlap)
-    if comm == "all_gather":
+    if comm == "all_gather" and axis.size > 1:
         return AllGather(axis, overlap)
-    size = axis.size if comm == "all_to_all" else inner_size(axis.size, inner)
+    size = group_size(comm, axis.size, inner)
+    if size == 1:
+        return Ring(axis, overlap)
     inside, across = split_axis(axis, axis.size // size)
     return AllToAll(axis, inside, Ring(across, overlap), overlap)

@@ -146,14 +146,15 @@ class Plain:
     def _scores(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor | float]:
         """The scores, −∞ where masked, and the slope of the cap."""
         keys = _repeated(k, q)
-        scores, slope = q.to(keys.dtype) @ keys.mT / q.shape[-1] ** 0.5, None
+        scores = q.to(keys.dtype) @ keys.mT / q.shape[-1] ** 0.5
+        slope: Tensor | float = 1.0
         if self.softcap is not None:
             bent = torch.tanh(scores / self.softcap)
             scores, slope = self.softcap * bent, 1 - bent.square()
         allowed = mask.allowed(q.shape[-2], k.shape[-2], q.device)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, float("-inf"))
-        return scores, 1.0 if slope is None else slope
+        return scores, slope
 
 
 class Flash:
@@ -166,7 +167,7 @@ class Flash:
             return self._banded(q, k, v, mask)
         causal, aten = mask.kind == "causal", torch.ops.aten
         if q.is_cpu:
-            return _pair(aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal))
+            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         if q.dtype == torch.float64:
             return Plain().forward(q, k, v, mask)
         d, scale = q.shape[-1], q.shape[-1] ** -0.5
@@ -204,7 +205,7 @@ class Flash:
             if q.is_cpu:
                 bias = _bias(tile, block[0], block[1])
                 op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-                parts.append(_pair(op(*block, 0.0, False, attn_mask=bias)))
+                parts.append(op(*block, 0.0, False, attn_mask=bias))
             else:
                 parts.append(Plain().forward(*block, tile))
         outs, lses = zip(*parts, strict=True)
@@ -290,10 +291,6 @@ def _repeated(k: Tensor, q: Tensor) -> Tensor:
     """Keys or values for every query head, in at least float32."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-
-
-def _pair(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return found
 
 
 def _bias(mask: Mask, q: Tensor, k: Tensor) -> Tensor:

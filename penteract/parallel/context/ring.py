@@ -19,7 +19,7 @@ from penteract.collectives import Pending, start_shift
 from penteract.mesh import Axis
 from penteract.parallel.context.blocks import Blocks, Gradient, Merged
 from penteract.parallel.context.cut import Cut
-from penteract.parallel.context.exchange import Found
+from penteract.parallel.context.exchange import Found, begun
 from penteract.parallel.context.kernels import Kernel
 from penteract.parallel.context.score_dropout import Places
 
@@ -94,7 +94,4 @@ class Ring:
         return gradient.dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), d_sinks
 
     def _start(self, x: Tensor) -> Pending:
-        pending = start_shift(x, self.axis)
-        if not self.overlap:
-            pending.wait()
-        return pending
+        return begun(start_shift(x, self.axis), overlap=self.overlap)

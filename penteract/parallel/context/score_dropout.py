@@ -31,9 +31,9 @@ class Places:
     @classmethod
     def of_ranks(cls, cut: Cut, rank: int, owner: int | None, device: torch.device) -> Places:
         """Queries of one rank and keys of another; with None those of the whole micro-batch."""
-        keys = np.arange(cut.tokens) if owner is None else cut.rows(owner)
-        rows = (torch.from_numpy(x).to(device)[:, None] for x in (cut.rows(rank), keys))
-        return cls(next(rows), next(rows), cut.tokens)
+        held = np.arange(cut.tokens) if owner is None else cut.rows(owner)
+        queries, keys = (torch.from_numpy(x).to(device)[:, None] for x in (cut.rows(rank), held))
+        return cls(queries, keys, cut.tokens)
 
     def within(self, queries: slice, keys: slice) -> Places:
         """Those of a part of a block."""

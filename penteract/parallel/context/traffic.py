@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from penteract.parallel.context.all_to_all import halves
-from penteract.parallel.context.exchanges import Comm, inner_size
+from penteract.parallel.context.exchanges import Comm, group_size
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,9 @@ def attention_bytes(
 
     Where recomputation runs forward again, that is sent again.
     """
-    if cp == 1:
-        return Sent(0, 0)
-    if comm in ("ring", "all_gather"):
+    n = group_size(comm, cp, inner)
+    if n == 1:
         return _around(cp, sizes.t_local, sizes.g, sizes)
-    n = cp if comm == "all_to_all" else inner_size(cp, inner)
     me, row = rank % n, sizes.t_local * sizes.d * sizes.dtype.itemsize
     forward = backward = 0
     for half in halves(sizes.a, sizes.g, n):

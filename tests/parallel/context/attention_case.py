@@ -25,6 +25,12 @@ Values = dict[str, Tensor]
 Arrays = dict[str, NDArray[np.float64]]
 
 
+def work(cut: Cut, rank: int, *, window: int | None = None) -> int:
+    """Pairs of a query of a rank and a key that it attends to."""
+    seen = cut.positions(rank)[cut.rows(rank) >= 0] + 1
+    return int((seen if window is None else seen.clip(max=window)).sum())
+
+
 @dataclass(frozen=True)
 class Case:
     """What attends to what, and by which backend."""

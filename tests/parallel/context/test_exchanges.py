@@ -23,11 +23,13 @@ from parallel.context.attention_case import (
     run_cases,
 )
 
+from penteract.errors import UserError
 from penteract.mesh import single
 from penteract.parallel.context.cut import Cut
 from penteract.parallel.context.exchange import Exchange, attend
-from penteract.parallel.context.exchanges import Comm, exchange_of, inner_size
+from penteract.parallel.context.exchanges import Comm, exchange_of, group_size
 from penteract.parallel.context.kernels import Backend, kernel_of
+from penteract.parallel.context.ring import Ring
 from penteract.testing import run_ranks, world_axis
 
 TOLERANCE = 1e-11
@@ -228,7 +230,17 @@ def test_layers_one_after_another_do_not_take_each_other_s_messages(comm: Comm) 
 
 def test_groups_have_the_largest_divisor_up_to_the_root() -> None:
     sizes = {1: 1, 2: 1, 3: 1, 4: 2, 6: 2, 8: 2, 9: 3, 12: 3, 16: 4, 7: 1}
-    assert {cp: inner_size(cp) for cp in sizes} == sizes
-    assert [inner_size(8, n) for n in (1, 2, 4, 8)] == [1, 2, 4, 8]
-    with pytest.raises(ValueError, match=r"groups of 3 do not divide cp = 8: use one of \[1, 2, 4"):
+    assert {cp: group_size("hierarchical", cp) for cp in sizes} == sizes
+    assert [group_size("hierarchical", 8, n) for n in (1, 2, 4, 8)] == [1, 2, 4, 8]
+    with pytest.raises(UserError, match="cp_inner = 3 does not divide cp = 8"):
         exchange_of("hierarchical", axis_of(8, 0), inner=3)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_groups_of_one_rank_are_the_ring(cp: int) -> None:
+    """And a size of groups is nothing where heads are not exchanged in them."""
+    axis = axis_of(cp, 0)
+    assert exchange_of("hierarchical", axis) == Ring(axis)
+    assert exchange_of("hierarchical", axis, inner=1, overlap=False) == Ring(axis, False)
+    for comm in COMMS[:3] if cp > 1 else COMMS:
+        assert group_size(comm, cp, 5) == (cp if comm == "all_to_all" else 1)

@@ -285,7 +285,7 @@ def test_positions_are_of_the_sequence_and_not_of_the_rank(comm: Comm) -> None:
         right = torch.from_numpy(cut.positions(rank))
         for positions in (right, torch.arange(cut.t_local)):
             rows = torch.from_numpy(cut.rows(rank))
-            sequences = Sequences(case.lengths, positions, rows, torch.ones(len(rows)))
+            sequences = Sequences(case.lengths, positions, rows, torch.ones(len(rows)), rows >= 0)
             tables = sequences.rotary(q.shape[-1], 100.0, torch.float64)
             turned = (apply_rotary(y, *tables) for y in (q, k))
             plan = exchange.plan(cut, None, q)

@@ -1,0 +1,158 @@
+"""Experts: feed-forward layers of which each token takes a few, all of a rank in grouped products.
+
+Rows arrive in the order of tokens. They are put in the order of experts, one row for each expert of
+a token, pass through gate|up and down, and are added up again by token. A row is weighted between
+the two products, so that what the second makes is not kept for backward. Over etp each rank holds a
+part of every expert's width and makes a partial sum; the bias of `down` is added by the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penteract import compat
+from penteract.collectives import Operation
+from penteract.nn.build import Build
+from penteract.nn.mlp import MLPSpec, silu_gradients
+from penteract.parallel.expert.dispatch import Arrived
+from penteract.parallel.expert.grouped import Groups, grouped_linear
+from penteract.parallel.expert.places import tally
+from penteract.parallel.parameters import Layer
+from penteract.placement import AxisUse, Box, Init, Piece, Placement, split_range
+
+
+class _WeightedSwiGLU(Operation):
+    """gate|up [m, 2f], weights [m] → silu(gate)·up·weight [m, f]."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.silu(gate).mul_(up) * weights[:, None]).to(gate_up.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, weights = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        d_weights = (F.silu(gate).mul_(up) * dy).to(weights.dtype).sum(-1)
+        return silu_gradients((dy * weights[:, None]).to(dy.dtype), gate_up), d_weights
+
+
+class Experts(Layer):
+    """Rows that arrived [r, h] → what the experts of this rank make of them, weighted [r, h]."""
+
+    inner: nn.Parameter
+    down: nn.Parameter
+    inner_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(self, name: str, hidden: int, spec: MLPSpec, count: int, build: Build) -> None:
+        super().__init__()
+        places = build.experts
+        self.held, self.first = places.held(count), places.etp.rank == 0
+        self.gated = spec.activation == "swiglu"
+        start, stop = split_range(spec.width, places.etp.size, places.etp.rank)
+        features = stop - start
+        parts = ("gate", "up") if self.gated else ("up",)
+        each = enumerate(self.held)
+        inner, inner_bias, down, down_bias = [], [], [], []
+        for place, number in each:
+            for i, part in enumerate(parts):
+                full, box = f"{name}.{number}.{part}", Box((start, 0), (features, hidden))
+                at = (place, i * features, 0)
+                inner.append(Piece(f"{full}.weight", (spec.width, hidden), box, at))
+                inner_bias.append(
+                    Piece(f"{full}.bias", (spec.width,), Box((start,), (features,)), at[:2])
+                )
+            full, box = f"{name}.{number}.down", Box((0, start), (hidden, features))
+            down.append(Piece(f"{full}.weight", (hidden, spec.width), box, (place, 0, 0)))
+            down_bias.append(Piece(f"{full}.bias", (hidden,), Box((0,), (hidden,)), (place, 0)))
+        n, rows = len(self.held), len(parts) * features
+        self._matrix("inner", (n, rows, hidden), inner, build.init, build.dtype)
+        self._matrix("down", (n, hidden, features), down, build.output_init, build.dtype)
+        self._bias("inner_bias", (n, rows), inner_bias, "split", build.dtype, spec.bias)
+        self._bias("down_bias", (n, hidden), down_bias, "partial", build.dtype, spec.bias)
+
+    def _matrix(
+        self,
+        attribute: str,
+        shape: tuple[int, ...],
+        pieces: Sequence[Piece],
+        init: Init,
+        dtype: torch.dtype,
+    ) -> None:
+        placement = Placement(
+            shape, tuple(pieces), expert_axes("split"), init, decay=True, matrix=True
+        )
+        self.declare(attribute, placement, dtype)
+
+    def _bias(
+        self,
+        attribute: str,
+        shape: tuple[int, ...],
+        pieces: Sequence[Piece],
+        etp: AxisUse,
+        dtype: torch.dtype,
+        there: bool,
+    ) -> None:
+        if not there:
+            self.register_parameter(attribute, None)
+            return
+        axes, zeros = expert_axes(etp), Init("zeros")
+        self.declare(attribute, Placement(shape, tuple(pieces), axes, zeros, decay=False), dtype)
+
+    def forward(self, arrived: Arrived, padded: int = 0) -> Tensor:
+        """Every expert gets `padded` rows at least; those that it lacks are copies that weigh 0."""
+        row, expert, groups, real = self._sorted(arrived, padded)
+        weights = arrived.weights.flatten()[row]  # [m]
+        if real is not None:
+            weights = torch.where(real, weights, 0.0)
+        token = row.div(arrived.experts.shape[1], rounding_mode="floor")
+        x = arrived.x.index_select(0, token)  # [m, h]
+        y = grouped_linear(x, self.inner, groups, self.gradients)  # [m, 2f/etp] or [m, f/etp]
+        if self.inner_bias is not None:
+            y = y + self.inner_bias[expert]
+        if self.gated:
+            y = _WeightedSwiGLU.apply(y, weights)
+        else:
+            y = (F.gelu(y, approximate="tanh") * weights[:, None]).to(y.dtype)
+        y = grouped_linear(y, self.down, groups, self.gradients)  # [m, h], partial over etp
+        if self.down_bias is not None and self.first:
+            y = y + (weights[:, None] * self.down_bias[expert]).to(y.dtype)
+        return torch.zeros_like(arrived.x).index_add(0, token, y)
+
+    def _sorted(
+        self, arrived: Arrived, padded: int
+    ) -> tuple[Tensor, Tensor, Groups, Tensor | None]:
+        """Which of the [r·k] pairs of token and expert are here, by expert; their experts; which
+        are no padding, where there is some.
+        """
+        n, flat = len(self.held), arrived.experts.flatten()
+        every, counts = torch.where(flat < 0, n, flat), tally(flat, n)
+        rows = counts.tolist() if compat.has_values(counts) else _evenly(len(flat), n)
+        row = every.argsort(stable=True)[: sum(rows)]
+        if not padded or not len(flat):
+            return row, every[row], Groups(rows, counts.cumsum(0).to(torch.int32)), None
+        most = max(padded, *rows)
+        place = torch.arange(most, device=flat.device)
+        real = (place < counts[:, None]).flatten()  # [n·most]
+        at = ((counts.cumsum(0) - counts)[:, None] + place).flatten()
+        row = torch.cat([row, row.new_zeros(1)])[torch.where(real, at, len(row))]
+        expert = torch.arange(n, device=flat.device).repeat_interleave(most)
+        ends = (torch.arange(n, device=flat.device, dtype=torch.int32) + 1) * most
+        return row, expert, Groups([most] * n, ends), real
+
+
+def _evenly(rows: int, experts: int) -> list[int]:
+    """What a dry run takes for the rows of every expert."""
+    return [rows // experts] * experts
+
+
+def expert_axes(etp: AxisUse) -> dict[str, AxisUse]:
+    """Axes of an expert parameter: others hold other experts, or all of these for other tokens."""
+    return {"ep": "split", "etp": etp, "edp": "partial"}
