@@ -122,8 +122,10 @@ class Experts(Layer):
         else:
             y = (F.gelu(y, approximate="tanh") * weights[:, None]).to(y.dtype)
         y = grouped_linear(y, self.down, groups, self.gradients)  # [m, h], partial over etp
-        if self.down_bias is not None and self.first:
-            y = y + (weights[:, None] * self.down_bias[expert]).to(y.dtype)
+        if self.down_bias is not None:
+            # On the other ranks times 0: all reach the same parameters, in one order.
+            share = weights[:, None] * float(self.first)
+            y = y + (share * self.down_bias[expert]).to(y.dtype)
         return torch.zeros_like(arrived.x).index_add(0, token, y)
 
     def _sorted(

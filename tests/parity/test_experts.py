@@ -12,7 +12,9 @@ import torch
 from parity.continued import check, rotated
 from parity.matrix import Cell, Factors, placed, sampled, tuples, values, varied
 from parity.mixtures import EXPERTS, LAYOUTS, MIXTURES, SIZES, mixture_of
-from parity.training import reference
+from parity.training import mesh_of, meshes, new_run, reference, set_weights
+
+from penteract.testing import run_ranks
 
 QUICK: Factors = {
     **EXPERTS,
@@ -101,3 +103,19 @@ def test_a_mixture_does_what_it_is_there_for(moe: str) -> None:
     norms = [g.norm() for name, g in outcome.gradients[0].items() if name.endswith("router.weight")]
     assert len(norms) == len(m.layers)
     assert bool((torch.stack(norms) > 1e-6).all())
+
+
+def unused(cell: Cell) -> list[str]:
+    run = new_run(cell, mesh_of(cell, meshes()))
+    set_weights(run, cell.moe)
+    run.update()
+    return run.unused
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2)])
+def test_a_rank_reaches_every_parameter_that_it_has(ep: int, etp: int) -> None:
+    """Of experts without a token too: else reductions behind it wait for the end of the block, and
+    ranks that wait for each other's gradients inside it wait for ever.
+    """
+    cell = Cell("gpt2", 2, 1, 3, 256, 0.0, moe="skewed", ep=ep, etp=etp)
+    assert run_ranks(unused, cell.world, cell) == [[], []]
