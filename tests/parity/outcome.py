@@ -98,8 +98,9 @@ def unequal(parts: Sequence[Part]) -> list[str]:
             held[f"{kind} of step {i}"] = [getattr(part, kind)[i] for part in parts]
     kinds = {kind for part in parts for kind in part.moments}
     held |= {kind: [part.moments.get(kind, []) for part in parts] for kind in kinds}
-    for i, wanted in enumerate(joined(parts).kept):
-        for name, x in (pair for part in parts for pair in part.kept[i].items()):
+    for i, held_here in enumerate(zip(*(part.kept for part in parts), strict=True)):
+        wanted = merged(held_here)
+        for name, x in (pair for mine in held_here for pair in mine.items()):
             found += [] if torch.equal(x, wanted[name]) else [f"{name} of step {i}"]
     for name, by_rank in held.items():
         copies: dict[Any, Tensor] = {}

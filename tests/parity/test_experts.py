@@ -19,8 +19,8 @@ from penteract.testing import run_ranks
 QUICK: Factors = {
     **EXPERTS,
     "moe": (
-        "aux", "seq_aux", "global_aux", "sinkhorn", "groups", "half-by-score", "half-by-position",
-        "padded-to-capacity", "shared-gate", "second-block", "skewed",
+        "aux", "global_aux", "sinkhorn", "groups", "half-by-score", "padded-to-capacity",
+        "shared-gate", "skewed",
     ),
     "model": ("llama", "gpt2"),
 }  # fmt: skip

@@ -35,7 +35,7 @@ def test_a_case_is_a_function_of_seed_and_number() -> None:
 def test_cases_cover_every_example_and_most_are_on_several_ranks() -> None:
     drawn = cases(300)
     for key, field in fields_with_examples():
-        tried = {str(d.case[key]) for d in drawn}
+        tried = {str(d.case[key]) for d in drawn if key in d.case}  # not all have experts
         possible_here = {str(x) for x in field.examples or []}
         assert possible_here <= tried, key
     worlds = Counter(d.layout.world for d in drawn)
