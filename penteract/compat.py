@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -89,6 +90,16 @@ def new_group(
         )
     assert isinstance(group, dist.ProcessGroup), f"rank is not in its own group {name}"
     return group
+
+
+def leave_group() -> None:
+    """Leave the process group and end its threads, before the interpreter ends.
+
+    A thread of gloo that lets go of a tensor after that ends the process in `std::terminate`.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_value"):  # after a fault peers may be gone
+        dist.destroy_process_group()
+        gc.collect()  # a group's threads end with its last holder, and holders form cycles
 
 
 def host_device(group: dist.ProcessGroup | None) -> torch.device:

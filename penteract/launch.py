@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import json
 import logging
 import os
@@ -134,6 +133,8 @@ def connect(launch: Launch, *, device: str = "auto", timeout_s: float = 600.0) -
     import torch
     import torch.distributed as dist
 
+    from penteract import compat
+
     place = torch.device("cpu")
     on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if on_cuda:
@@ -171,20 +172,8 @@ def connect(launch: Launch, *, device: str = "auto", timeout_s: float = 600.0) -
             f"{at}: rank {launch.rank} of {launch.world} did not meet the others within "
             f"{timeout_s:g} s ({reason})"
         ) from error
-    atexit.register(_leave)
+    atexit.register(compat.leave_group)
     return place
-
-
-def _leave() -> None:
-    """Leave the process group and wait for its threads, which would abort the interpreter's end.
-
-    A thread of gloo that lets go of a tensor then ends in `std::terminate`.
-    """
-    import torch.distributed as dist
-
-    if dist.is_initialized() and not hasattr(sys, "last_value"):  # after a fault peers may be gone
-        dist.destroy_process_group()
-        gc.collect()  # a group's threads end with its last holder, and holders form cycles
 
 
 def _device_number(launch: Launch, found: int) -> int:

@@ -4,7 +4,8 @@ A part is a function of tensors. Its forward keeps what it was given; when backw
 activation from inside, the part runs once more, as far as the last activation that is needed. The
 collectives inside run again too, in the order of the forward, on every rank alike: which parts are
 recomputed is a function of the configuration and of a layer's number alone. A reduction that ends
-a part is not repeated unless dropout follows it, since nothing inside needs its result.
+a part is not repeated unless dropout follows it, since nothing inside needs its result. What comes
+back from experts is repeated where a loss of their router follows too (`train.block_traffic`).
 
 | part      | kept of a block, [t, …] elements a token          | computed again                 |
 |-----------|---------------------------------------------------|--------------------------------|

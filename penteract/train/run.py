@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penteract.checkpoint.agreement import together
 from penteract.checkpoint.io import Record, read_manifest, save
-from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
-from penteract.checkpoint.plan import Shard, changed_state, stored_as
+from penteract.checkpoint.model import STATE_PREFIXES, owned
+from penteract.checkpoint.plan import Shard, changed_state
 from penteract.collectives import all_reduce_, exchange, meet
 from penteract.config import Config, ConfigError
 from penteract.config_file import from_dict, to_dict
@@ -45,6 +45,7 @@ from penteract.train.saved_state import (
     differences,
     held,
     load_as,
+    load_weights,
     said_of,
     start_state,
 )
@@ -235,8 +236,7 @@ class Run:
         dp = self.mesh.axis("dp")
 
         def forward(stage: int, i: int, stream: Tensor | None) -> Output:
-            number = i * dp.size + dp.rank
-            training = Training(self.config.train.seed, step, number, share)
+            training = Training(self.config.train.seed, step, i * dp.size + dp.rank, share)
             return self.task.forward(stage, batches[i], stream, scale, training)
 
         def boundary(stage: int, i: int) -> Shape | None:
@@ -254,8 +254,8 @@ class Run:
     def _auxiliary(self) -> dict[str, Tensor]:
         """This rank's parts of the losses of its routers, as `_agreed` wants them."""
         self.loads.sum_up()
-        parts = self.loads.losses(list(self.task.auxiliary))
-        return {name: part * self.mesh.axis("tp").size for name, part in parts.items()}
+        tp, parts = self.mesh.axis("tp"), self.loads.losses(list(self.task.auxiliary))
+        return {name: part * tp.size for name, part in parts.items()}
 
     def traced(self) -> list[Row]:
         """When every action of a traced step ran, of all ranks, which call it together; else []."""
@@ -389,25 +389,9 @@ class Run:
         return [*differences(theirs, mine, "optim"), *said_of(fresh)]
 
     def load_weights(self, path: Path) -> None:
-        """Start from the weights saved at `path`, with fresh moments, step and cursor.
-
-        Masters are filled, from the run's own where it kept some, so they must be of their type.
-        A tensor that is frozen on one side has a master on the other only, and is converted.
-        """
-        saved, skip = read_manifest(path).tensors, [*STATE_PREFIXES]
-        wanted: list[tuple[Shard, Tensor]] = []
-        for bucket in self.buffers.all_buckets:
-            types = (bucket.master.dtype, bucket.kind.dtype, bucket.kind.wide)
-            dtypes = [str(dtype).removeprefix("torch.") for dtype in types]
-            for shard, view in owned("", bucket.owned(bucket.master)):
-                name, dtype = stored_as(saved, shard.tensor, dtypes)
-                skip += [shard.tensor] if name != shard.tensor else []
-                wanted.append((dataclasses.replace(shard, tensor=name, dtype=dtype), view))
-        mine = {shard.tensor: (shard, x) for shard, x in kept(self.task.model)}
-        wanted += [mine[name] for name in mine if name in saved and name not in skip]
-        skip += [name for name in saved if name.endswith(".router.bias") and name not in mine]
+        """Start from the weights saved at `path`, with fresh moments, step and cursor."""
         self.buffers.wait()
-        load_as(path, wanted, axis=self.mesh.axis("world"), skip=tuple(skip))
+        load_weights(path, self.task.model, self.buffers, self.mesh.axis("world"))
         self.buffers.publish(frozen=True)
 
     def weights(self) -> Iterator[tuple[Shard, Tensor]]:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from penteract.checkpoint.format import Manifest, StoredTensor
-from penteract.checkpoint.io import load
+from penteract.checkpoint.io import load, read_manifest
 from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
-from penteract.checkpoint.plan import Shard
+from penteract.checkpoint.plan import Shard, stored_as
 from penteract.config import Config, ConfigError
 from penteract.config_file import from_dict, to_dict
+from penteract.mesh import Axis
 from penteract.optim.optimizer import Optimizer
 from penteract.parallel.buffers import Buffers
 from penteract.train.batch_ramp import ramp_until
@@ -108,6 +109,28 @@ def load_as(path: Path, wanted: Sequence[tuple[Shard, Tensor]], **how: Any) -> N
     for view, x in zip(views, values, strict=True):
         if x is not view:
             view.copy_(x)
+
+
+def load_weights(path: Path, model: nn.Module, buffers: Buffers, axis: Axis) -> None:
+    """Fill masters, and what else the model keeps, from the weights saved at `path`.
+
+    Masters are filled from the run's own where it kept some, so they must be of their type. A
+    tensor that is frozen on one side has a master on the other only, and is converted. A router's
+    bias is left behind where none is wanted, and stays at zero where there was none.
+    """
+    saved, skip = read_manifest(path).tensors, [*STATE_PREFIXES]
+    wanted: list[tuple[Shard, Tensor]] = []
+    for bucket in buffers.all_buckets:
+        types = (bucket.master.dtype, bucket.kind.dtype, bucket.kind.wide)
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in types]
+        for shard, view in owned("", bucket.owned(bucket.master)):
+            name, dtype = stored_as(saved, shard.tensor, dtypes)
+            skip += [shard.tensor] if name != shard.tensor else []
+            wanted.append((dataclasses.replace(shard, tensor=name, dtype=dtype), view))
+    mine = {s.tensor: (s, x) for s, x in kept(model) if not s.tensor.startswith(STATE_PREFIXES)}
+    wanted += [mine[name] for name in mine if name in saved]
+    skip += [name for name in saved if name.endswith(".router.bias") and name not in mine]
+    load_as(path, wanted, axis=axis, skip=tuple(skip))
 
 
 def said_of(fresh: Collection[str]) -> Iterator[str]:

@@ -89,9 +89,13 @@ def test_loads_of_the_last_step_go_into_the_checkpoint(tmp_path: Path) -> None:
     load = router(run).load
     assert load is not None
     assert int(load.sum()) == 4 * 6 * 2
+    step = run.save(tmp_path)
     again = new_run(moe={"balance": "global_aux"})
-    again.resume(run.save(tmp_path))
+    again.resume(step)
     assert torch.equal(router(again).load, load)
+    fresh = new_run(moe={"balance": "global_aux"})
+    fresh.load_weights(step)  # its first step has no last one
+    assert int(router(fresh).load.sum()) == 0
 
 
 def test_neither_evaluation_nor_a_skipped_step_moves_a_bias() -> None:
