@@ -10,7 +10,7 @@ two ranks most tokens go to the first). Exit code 1, and no times, where numbers
 peer is not installed.
 
 *grouped*: the product of each expert's rows (two a token) with its matrix, by products one by one,
-by torch's `grouped_mm`, by a batched product over padded rows, and by `grouped_linear` as it is.
+by torch's `grouped_mm`, by a batched product over padded rows, and as `grouped.product` chooses.
 The last table is what `penteract/compat.py` has to decide, for forward and the gradient of rows;
 ours of weights is always one product an expert, written where it belongs.
 

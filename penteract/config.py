@@ -84,7 +84,7 @@ def resolve(config: Config) -> Config:
     return dataclasses.replace(
         config,
         model=_resolve_model(config.model, config.data.seq),
-        moe=_resolve_moe(config.moe, config.model, config.parallel.ep),
+        moe=_resolve_moe(config.moe, config.model, config.parallel),
         optim=_resolve_optim(config.optim, config.train.steps),
         parallel=dataclasses.replace(
             config.parallel, etp=config.parallel.etp or config.parallel.tp
@@ -162,12 +162,16 @@ def _resolve_model(model: ModelConfig, seq: int) -> ModelConfig:
     )
 
 
-def _resolve_moe(moe: MoEConfig | None, model: ModelConfig, ep: int) -> MoEConfig | None:
+def _resolve_moe(
+    moe: MoEConfig | None, model: ModelConfig, parallel: ParallelConfig
+) -> MoEConfig | None:
     if moe is None:
-        if ep > 1:
-            raise ConfigError(f"parallel.ep = {ep}: the model has no experts; they need [moe]")
+        of_experts = {"experts", "expert_act"} & set(parallel.recompute)
+        if parallel.ep > 1 or of_experts:
+            key = f"ep = {parallel.ep}" if parallel.ep > 1 else f'recompute: "{min(of_experts)}"'
+            raise ConfigError(f"parallel.{key}: the model has no experts; they need [moe]")
         return None
-    check_experts(moe.experts, ep=ep)
+    check_experts(moe.experts, ep=parallel.ep)
     if moe.experts % moe.groups:
         raise ConfigError(
             f"moe.groups = {moe.groups} does not divide moe.experts = {moe.experts}: it can be "

@@ -175,7 +175,8 @@ class ParallelConfig:
         default=(), examples=[(), *((kind,) for kind in RECOMPUTE), ("layer/2",)]
     )
     """What backward computes again rather than keeps: layer, layer/N (every N-th), or some of
-    attention, mlp, core (attention without its projections)."""
+    attention, mlp, core (attention without its projections), experts (all that experts compute),
+    expert_act (what they compute between their products)."""
     zero: Annotated[Natural, Field(le=3)] = Field(default=0, examples=[0, 1, 2, 3])
     """What the data ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too."""
     replicas: Count = Field(default=1, examples=[1, 2])

@@ -19,7 +19,7 @@ Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 Fraction = Annotated[Real, Field(ge=0, lt=1)]
 
-RECOMPUTE = ("layer", "attention", "mlp", "core")
+RECOMPUTE = ("layer", "attention", "mlp", "core", "experts", "expert_act")
 
 
 def _recompute(value: object) -> object:

@@ -418,6 +418,8 @@ def test_experts_that_cannot_be_are_refused(
 def test_expert_parallelism_without_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"parallel.ep = 2: the model has no experts"):
         load(write(tmp_path, parallel={"ep": 2}))
+    with pytest.raises(ConfigError, match=r'recompute: "expert_act": the model has no experts'):
+        load(write(tmp_path, parallel={"recompute": ["core", "expert_act"]}))
 
 
 def test_experts_have_the_width_of_the_model_unless_told(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """Part "grouped": ways to multiply the rows of each expert by its matrix, forward and backward.
 
-Rows [m, i], those of one expert after those of another, and matrices [e, o, i]. For torch's kernel,
-products one by one, and a batched product over padded rows the three products are timed apart; ours
-is all of `grouped_linear`, which takes the batched product where all experts have equally many rows
-and else what `compat.has_grouped_product` says.
+Rows [m, i], those of one expert after those of another, and matrices [e, o, i]: torch's kernel,
+products one by one, a batched product over padded rows, and ours, which takes the batched product
+where all experts have equally many rows and else what `compat.has_grouped_product` says.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import torch
 from mixture.layer import TOPK, Load, Shape, chosen_experts
 from tensor_parallel import quartiles
 from timing.turns import Case, Measured
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penteract.parallel.expert.grouped import Groups, grouped_linear
+from penteract.parallel.expert.grouped import Groups, product, weight_gradient
 from penteract.testing import run_ranks
 
 LOADS: tuple[Load, ...] = ("equal", "uniform", "skewed")
@@ -107,10 +106,30 @@ class Padded:
         return torch.bmm(self.dy.mT, self.x)
 
 
+class Ours:
+    """What `nn.grouped_mlp` calls."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return product(x, weights.mT, self.groups)
+
+    def d_rows(self, dy: Tensor, weights: Tensor) -> Tensor:
+        return product(dy, weights, self.groups)
+
+    def d_weights(self, dy: Tensor, x: Tensor) -> Tensor:
+        matrices = nn.Parameter(x.new_empty(len(self.groups.rows), dy.shape[1], x.shape[1]))
+        dw = weight_gradient(dy, x, matrices, self.groups, None)
+        assert dw is not None
+        return dw
+
+
 FORMS: dict[str, Callable[[Groups], Form]] = {
     BY_MM: OneByOne,
     BY_KERNEL: Kernel,
     BATCHED: Padded,
+    OURS: Ours,
 }
 
 
@@ -136,24 +155,18 @@ class Timer:
     def run(self, form: Form, x: Tensor, dy: Tensor, weights: Tensor) -> list[Tensor]:
         at = [time.perf_counter()]
         found = []
-        for product, pair in (
+        for fn, pair in (
             (form.forward, (x, weights)),
             (form.d_rows, (dy, weights)),
             (form.d_weights, (dy, x)),
         ):
-            found.append(product(*pair))
+            found.append(fn(*pair))
             at.append(time.perf_counter())
         self.seconds += torch.tensor(at, dtype=torch.float64).diff()
         return found
 
     def read(self) -> Tensor:
         return self.seconds.clone()
-
-
-def our_product(x: Tensor, dy: Tensor, weights: Tensor, groups: Groups) -> list[Tensor]:
-    rows, matrices = (v.detach().requires_grad_() for v in (x, weights))
-    y = grouped_linear(rows, matrices, groups, None)
-    return [y.detach(), *torch.autograd.grad(y, (rows, matrices), dy)]
 
 
 def apart(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
@@ -171,7 +184,6 @@ def measure(shape: Shape, rounds: int) -> Measured:
     for name, form in FORMS.items():
         made = form(groups)
         cases.append(Case(name, lambda made=made: timer.run(made, x, dy, weights)))
-    cases.append(Case(OURS, lambda: our_product(x, dy, weights, groups)))
     wide = [v.double() for v in (x, dy, weights)]
     wanted = Timer().run(OneByOne(groups), *wide)
     worst = max(apart(case.call(), wanted) for case in cases)

@@ -1,46 +1,27 @@
 """Experts: feed-forward layers of which each token takes a few, all of a rank in grouped products.
 
 Rows arrive in the order of tokens. They are put in the order of experts, one row for each expert of
-a token, pass through gate|up and down, and are added up again by token. A row is weighted between
-the two products, so that what the second makes is not kept for backward. Over etp each rank holds a
-part of every expert's width and makes a partial sum; the bias of `down` is added by the first one.
+a token, pass through gate|up and down (`grouped_mlp`), and are added up again by token. Over etp
+each rank holds a part of every expert's width and makes a partial sum; the bias of `down` is added
+by the first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from penteract import compat
-from penteract.collectives import Operation
 from penteract.nn.build import Build
-from penteract.nn.mlp import MLPSpec, silu_gradients
+from penteract.nn.grouped_mlp import Way, grouped_mlp
+from penteract.nn.mlp import MLPSpec
 from penteract.parallel.expert.dispatch import Arrived
-from penteract.parallel.expert.grouped import Groups, grouped_linear
+from penteract.parallel.expert.grouped import Groups
 from penteract.parallel.expert.places import tally
 from penteract.parallel.parameters import Layer
 from penteract.placement import AxisUse, Box, Init, Piece, Placement, split_range
-
-
-class _WeightedSwiGLU(Operation):
-    """gate|up [m, 2f], weights [m] → silu(gate)·up·weight [m, f]."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, weights)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate).mul_(up) * weights[:, None]).to(gate_up.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate_up, weights = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        d_weights = (F.silu(gate).mul_(up) * dy).to(weights.dtype).sum(-1)
-        return silu_gradients((dy * weights[:, None]).to(dy.dtype), gate_up), d_weights
 
 
 class Experts(Layer):
@@ -55,7 +36,7 @@ class Experts(Layer):
         super().__init__()
         places = build.experts
         self.held, self.first = places.held(count), places.etp.rank == 0
-        self.gated = spec.activation == "swiglu"
+        self.gated, self.keeps = spec.activation == "swiglu", build.recompute.of_experts
         start, stop = split_range(spec.width, places.etp.size, places.etp.rank)
         features = stop - start
         parts = ("gate", "up") if self.gated else ("up",)
@@ -113,15 +94,9 @@ class Experts(Layer):
         if real is not None:
             weights = torch.where(real, weights, 0.0)
         token = row.div(arrived.experts.shape[1], rounding_mode="floor")
-        x = arrived.x.index_select(0, token)  # [m, h]
-        y = grouped_linear(x, self.inner, groups, self.gradients)  # [m, 2f/etp] or [m, f/etp]
-        if self.inner_bias is not None:
-            y = y + self.inner_bias[expert]
-        if self.gated:
-            y = _WeightedSwiGLU.apply(y, weights)
-        else:
-            y = (F.gelu(y, approximate="tanh") * weights[:, None]).to(y.dtype)
-        y = grouped_linear(y, self.down, groups, self.gradients)  # [m, h], partial over etp
+        way = Way(token, expert, groups, self.gated, self.keeps, self.gradients)
+        # [m, h], partial over etp
+        y = grouped_mlp(arrived.x, weights, self.inner, self.inner_bias, self.down, way)
         if self.down_bias is not None:
             # On the other ranks times 0: all reach the same parameters, in one order.
             share = weights[:, None] * float(self.first)

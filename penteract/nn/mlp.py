@@ -36,19 +36,14 @@ class _SwiGLU(Operation):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        return silu_gradients(dy, gate_up)
-
-
-def silu_gradients(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of gate|up [t, 2f] where `dy` [t, f] is that of silu(gate)·up."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.empty_like(gate_up)
-    d_gate, d_up = out.chunk(2, dim=-1)
-    # In place in the two halves of the result: a fresh temporary would cost more than its sums.
-    torch.mul(dy, up, out=d_gate)
-    torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
-    torch.ops.aten.silu.out(gate, out=d_up).mul_(dy)
-    return out
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        d_gate, d_up = out.chunk(2, dim=-1)
+        # In place in the two halves of the result: a fresh temporary would cost more than its sums.
+        torch.mul(dy, up, out=d_gate)
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        torch.ops.aten.silu.out(gate, out=d_up).mul_(dy)
+        return out
 
 
 class MLP(nn.Module):

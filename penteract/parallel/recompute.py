@@ -14,16 +14,17 @@ back from experts is repeated where a loss of their router follows too (`train.b
 | mlp       | as without, but for the branch its input, h       | norm, the first projection     |
 | core      | the projections q|k|v and the output              | qk-norms, rotations, attention |
 
-`layer/N` is `layer` in every N-th block, from the first on. Dropout masks are functions of the step
-and the place (`random`), so they come out the same without any state. Sources: Chen et al.,
-arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198, section 5, for `core`.
+`layer/N` is `layer` in every N-th block, from the first on. Experts have two parts of their own,
+`experts` and `expert_act`, which send nothing again: see `nn.grouped_mlp`. Dropout masks are
+functions of the step and the place (`random`), so they come out the same without any state.
+Sources: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198, section 5, for `core`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -43,8 +44,17 @@ class Recompute:
             part, _, every = kind.partition("/")
             if layer % int(every or 1) == 0:
                 parts.add(part)
-        # What a part recomputes for itself would be computed twice within a layer.
+        # What a part recomputes for itself would be computed twice within another.
+        if "mlp" in parts:
+            parts -= {"experts", "expert_act"}
         return cls(frozenset({"layer"} & parts or parts))
+
+    @property
+    def of_experts(self) -> Literal["all", "expert_act", "experts"]:
+        """What experts keep, as `nn.grouped_mlp` says it."""
+        if "experts" in self.parts:
+            return "experts"
+        return "expert_act" if "expert_act" in self.parts else "all"
 
     def __call__(self, part: str, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(*args), whose activations are recomputed if `part` is."""

@@ -127,7 +127,7 @@ EXPERTS: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "replicas": (1, 2),
     "optimizer": ("adamw", "muon"),
-    "recompute": ((), ("layer",), ("mlp",)),
+    "recompute": ((), ("layer",), ("mlp",), ("experts",), ("expert_act", "core")),
     "micro_batch": (1, 2),
     "ragged": (False, True),
     "padded": (False, True),

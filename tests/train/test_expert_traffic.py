@@ -73,7 +73,7 @@ TABLE: list[tuple[int, str, Values, Values, dict[str, Values]]] = [
     (2, "llama", GLOBAL, {"cp": 2, "etp": 2}, {"train": {"dtype": "bfloat16"}}),
     (2, "llama", Z | EVERYWHERE, {"ep": 2, "recompute": ["layer/2"]}, {}),
     (2, "llama", {"layers": [1], **AUX}, {"pp": 2, "zero": 1}, {}),
-    (4, "llama", AUX, {"ep": 2, "zero": 3}, {"optim": {"name": "muon"}}),
+    (4, "llama", AUX, {"ep": 2, "zero": 3, "recompute": ["experts"]}, {"optim": {"name": "muon"}}),
     (4, "gpt2", AUX | EVERYWHERE, {"ep": 2, "etp": 2, "zero": 2}, {}),
     (4, "llama", NONE | EVERYWHERE, {"ep": 2, "zero": 3, "replicas": 2}, FROZEN),
     (4, "gpt2", GLOBAL, {"etp": 2, "zero": 1, "replicas": 2}, {"optim": {"name": "muon"}}),

@@ -126,7 +126,7 @@ def test_neither_evaluation_nor_a_skipped_step_moves_a_bias() -> None:
 
 def test_recomputation_counts_a_micro_batch_once() -> None:
     lines = []
-    for recompute in ([], ["layer"], ["mlp"]):
+    for recompute in ([], ["layer"], ["mlp"], ["experts"]):
         run = new_run({"recompute": recompute}, moe={"balance": "aux", "z_weight": 0.1})
         run.update()
         lines.append(run.update())

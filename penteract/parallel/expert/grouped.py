@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penteract import compat
-from penteract.collectives import Operation
 from penteract.parallel.parameters import WeightGradients
 from penteract.parallel.tensor import write_product
 
@@ -46,41 +44,28 @@ def product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-class _GroupedLinear(Operation):
-    """y = x W_eᵀ for the rows of each expert e."""
+def weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: nn.Parameter,
+    groups: Groups,
+    gradients: WeightGradients | None,
+) -> Tensor | None:
+    """For y = x W_eᵀ of the rows of each expert e, dW_e = dy_eᵀ x_e: to `gradients`, else returned.
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, gradients: WeightGradients | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.groups, ctx.gradients = weight, groups, gradients
-        return product(x, weight.mT, groups)
+    None too where the parameter `weight` [e, o, i] wants no gradient.
+    """
+    if not weight.requires_grad:
+        return None
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        x, dy, groups = x.detach(), dy.contiguous(), ctx.groups
+    def write(out: Tensor, overwrite: bool) -> None:
+        parts = zip(out.unbind(0), groups.split(dy), groups.split(x), strict=True)
+        for own, d_rows, rows in parts:
+            write_product(d_rows.t(), rows, own, overwrite)
 
-        def write(out: Tensor, overwrite: bool) -> None:
-            parts = zip(out.unbind(0), groups.split(dy), groups.split(x), strict=True)
-            for own, d_rows, rows in parts:
-                write_product(d_rows.t(), rows, own, overwrite)
-
-        dx = product(dy, weight, groups)
-        if ctx.needs_input_grad[1] and ctx.gradients is not None:
-            ctx.gradients.accumulate(ctx.parameter, write)
-            return dx, None, None, None
-        dw = None
-        if ctx.needs_input_grad[1]:
-            dw = torch.empty_like(weight)
-            write(dw, True)
-        return dx, dw, None, None
-
-
-def grouped_linear(
-    x: Tensor, weight: Tensor, groups: Groups, gradients: WeightGradients | None
-) -> Tensor:
-    """x [m, i] · weight[e]ᵀ [i, o] → [m, o]; the weight's gradient goes to `gradients`."""
-    result: Tensor = _GroupedLinear.apply(x, weight, groups, gradients)
-    return result
+    if gradients is not None:
+        gradients.accumulate(weight, write)
+        return None
+    dw = torch.empty_like(weight)
+    write(dw, True)
+    return dw

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penteract import compat
-from penteract.parallel.expert.grouped import Groups, grouped_linear, product
+from penteract.parallel.expert.grouped import Groups, product, weight_gradient
 from penteract.parallel.parameters import Write
 
 INPUTS, OUTPUTS = 8, 4
@@ -53,26 +53,32 @@ def test_product_and_gradients(
     dtype = torch.float32 if one_kernel else torch.float64
     monkeypatch.setattr(compat, "has_grouped_product", lambda x, weights: one_kernel)
     x, weight = data(rows, dtype)
+    groups, parameter = groups_of(rows), nn.Parameter(weight)
     taken = Taken(torch.full_like(weight, torch.nan))
-    inputs = [v.clone().requires_grad_() for v in (x, weight, x, weight)]
-    for _ in range(2):
-        y = grouped_linear(inputs[0], inputs[1], groups_of(rows), taken)
-        y.sin().sum().backward()
-        looped(inputs[2], inputs[3], rows).sin().sum().backward()
-    assert inputs[1].grad is None
+    inputs = [v.clone().requires_grad_() for v in (x, weight)]
     near = {"rtol": 1e-5, "atol": 1e-5} if one_kernel else {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(y, looped(x, weight, rows), **near)
-    torch.testing.assert_close(inputs[0].grad, inputs[2].grad, **near)
-    torch.testing.assert_close(taken.out, inputs[3].grad, **near)
+    for _ in range(2):
+        wanted = looped(*inputs, rows)
+        y = product(x, weight.mT, groups)
+        torch.testing.assert_close(y, wanted, **near)
+        wanted.sin().sum().backward()
+        dy = y.cos()
+        assert weight_gradient(dy, x, parameter, groups, taken) is None
+        inputs_grad, inputs[0].grad = inputs[0].grad, None
+        torch.testing.assert_close(product(dy, weight, groups), inputs_grad, **near)
+    torch.testing.assert_close(taken.out, inputs[1].grad, **near)
 
 
-def test_without_buffers_autograd_has_the_gradient() -> None:
+def test_without_buffers_the_gradient_is_returned_and_a_frozen_matrix_has_none() -> None:
     rows = (2, 0, 3)
     x, weight = data(rows, torch.float64)
-    ours, theirs = weight.clone().requires_grad_(), weight.clone().requires_grad_()
-    grouped_linear(x, ours, groups_of(rows), None).sum().backward()
-    looped(x, theirs, rows).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    theirs, parameter = weight.clone().requires_grad_(), nn.Parameter(weight)
+    y = looped(x, theirs, rows)
+    y.sum().backward()
+    dy = torch.ones_like(y)
+    found = weight_gradient(dy, x, parameter, groups_of(rows), None)
+    torch.testing.assert_close(found, theirs.grad)
+    assert weight_gradient(dy, x, parameter.requires_grad_(False), groups_of(rows), None) is None
 
 
 def test_an_empty_product_has_its_shape() -> None:
