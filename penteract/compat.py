@@ -54,6 +54,16 @@ def all_to_all_into(
     return dist.all_to_all_single(as_wire(out), as_wire(x), *sizes, group=group, async_op=True)
 
 
+def multiplies(x: Tensor) -> bool:
+    """Whether the device of `x` has instructions for products of its type."""
+    asked = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(x.dtype)
+    if asked is None or not x.is_cpu:
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{asked}_supported")())
+
+
 def has_grouped_product(x: Tensor, weights: Tensor) -> bool:
     """Whether torch multiplies groups of rows by matrices of their own in one kernel, and faster.
 

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from penteract.collectives import I, Kinds, Operation, S, all_reduce_, gather
 from penteract.nn.build import Build
 from penteract.nn.embedding import Embedding, padded_rows, vocabulary_rows
 from penteract.nn.sequences import MicroBatch
 from penteract.parallel.parameters import Layer
-from penteract.parallel.tensor import input_gradient, linear, write_product
+from penteract.parallel.products import affine, product, write_product
+from penteract.parallel.tensor import input_gradient, linear
 from penteract.placement import even_sizes
 
 # Logits are widened so many at a time: what keeps a GPU busy, or what a cache holds.
@@ -87,7 +87,7 @@ class _HeadLoss(Operation):
         smoothing: float,
     ) -> tuple[Tensor, Tensor]:
         head.check_rows(weight)
-        logits = F.linear(head.tp.start_gather(x, sizes).wait(), weight)  # [t, v'/tp]
+        logits = affine(head.tp.start_gather(x, sizes).wait(), weight)  # [t, v'/tp]
         logits[:, head.columns :] = float("-inf")
         wide = torch.promote_types(x.dtype, torch.float32)
         top = all_reduce_(logits.amax(-1).to(wide), head.tp.axis, "max")  # [t]
@@ -108,7 +108,7 @@ class _HeadLoss(Operation):
         dx, rows = input_gradient(logits, weight, x, ctx.head.tp, ctx.sizes)
         dw = None
         if ctx.needs_input_grad[1] and ctx.head.gradients is None:
-            dw = logits.t() @ rows
+            dw = product(logits.t(), rows)
         elif ctx.needs_input_grad[1]:
             ctx.head.gradients.accumulate(
                 ctx.parameter,

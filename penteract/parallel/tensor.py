@@ -42,7 +42,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from penteract.collectives import (
     I,
@@ -70,6 +69,7 @@ from penteract.parallel.parameters import (
     data_partial,
     replicated,
 )
+from penteract.parallel.products import affine, product, write_product
 from penteract.placement import AxisUse, Box, Init, Piece, Placement, split_range
 
 Sizes = Sequence[int] | None  # rows of the stream on each rank; None: as many on every rank
@@ -121,20 +121,6 @@ class TensorParallel:
         return start_all_reduce_(y, self.axis)
 
 
-def write_product(a: Tensor, b: Tensor, out: Tensor, overwrite: bool) -> None:
-    """out = a b, or out += a b; a product of a narrower type is added in the type of `out`."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=0.0 if overwrite else 1.0, out=out)
-    elif a.is_cuda and out.dtype == torch.float32:
-        # The device's kernels accumulate 16-bit products in float32 and can leave them so.
-        product = torch.mm(a, b, out_dtype=torch.float32)
-        out.copy_(product) if overwrite else out.add_(product)
-    elif overwrite:
-        out.copy_(a @ b)
-    else:
-        out.add_(a @ b)
-
-
 class _Linear(Operation):
     """y = X Wᵀ + b, where X is all rows of x: x itself, or gathered where `tp` says so.
 
@@ -161,7 +147,7 @@ class _Linear(Operation):
         ctx.gradients, ctx.parameter = gradients, weight
         ctx.tp, ctx.sizes = tp, sizes
         rows = x if tp is None else tp.start_gather(x, sizes).wait()  # [t, i]
-        return F.linear(rows, weight, bias)
+        return affine(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -169,7 +155,7 @@ class _Linear(Operation):
         dx, rows = input_gradient(dy, weight, x, ctx.tp, ctx.sizes)
         dw = None
         if ctx.needs_input_grad[1] and ctx.gradients is None:
-            dw = dy.t() @ rows
+            dw = product(dy.t(), rows)
         elif ctx.needs_input_grad[1]:
             ctx.gradients.accumulate(
                 ctx.parameter, lambda out, overwrite: write_product(dy.t(), rows, out, overwrite)
@@ -187,11 +173,11 @@ def input_gradient(
     """
     x = x.detach()  # a weight gradient that waits must keep no graph alive
     if tp is None:
-        return done(dy @ weight), x
+        return done(product(dy, weight)), x
     gathered = tp.start_gather(x, sizes)
     if not tp.overlap:
         gathered.wait()
-    dx = tp.start_sum(dy @ weight, sizes)  # [t, i] P(tp) -> the stream
+    dx = tp.start_sum(product(dy, weight), sizes)  # [t, i] P(tp) -> the stream
     if not tp.overlap:
         dx.wait()
     return dx, gathered.wait()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penteract import compat
 from penteract.parallel.parameters import WeightGradients
-from penteract.parallel.tensor import write_product
+from penteract.parallel.products import fast, write_product
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,18 @@ class Groups:
 
 def product(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """Rows x [m, i], of expert after expert, times its matrix of weights [e, i, o] → [m, o]."""
-    if len(x) and len(set(groups.rows)) == 1:
+    if len(x) and len(set(groups.rows)) == 1 and compat.multiplies(x):
         return torch.bmm(x.view(len(groups.rows), -1, x.shape[1]), weights).flatten(0, 1)
     if len(x) and compat.has_grouped_product(x, weights):
         return compat.grouped_product(x, weights, groups.ends)
-    out = x.new_empty(len(x), weights.shape[2])
-    for part, matrix, rows in zip(
-        groups.split(out), weights.unbind(0), groups.split(x), strict=True
+    rows = fast(x)
+    out = rows.new_empty(len(x), weights.shape[2])
+    for part, matrix, own in zip(
+        groups.split(out), weights.unbind(0), groups.split(rows), strict=True
     ):
-        if len(rows):
-            torch.mm(rows, matrix, out=part)
-    return out
+        if len(own):
+            torch.mm(own, fast(matrix), out=part)
+    return out.to(x.dtype)
 
 
 def weight_gradient(
