@@ -145,8 +145,7 @@ def _dry_run(config: Config, world: int, rank: int) -> int:
     check(config, world)
     if not 0 <= rank < world:
         raise UserError(f"--rank {rank} is outside 0 .. {world - 1} of --world {world}")
-    config, _ = with_vocabulary(config)
-    print("\n".join(dry_run(config, _grid(config, world), rank)))
+    print("\n".join(dry_run(with_vocabulary(config)[0], _grid(config, world), rank)))
     return 0
 
 
@@ -221,6 +220,14 @@ def schedule(arguments: argparse.Namespace) -> int:
             raise UserError(f"--kind needs {' and '.join(missing)}")
         plan = make(arguments.kind, arguments.ranks, arguments.chunks, arguments.microbatches)
     show(plan, as_json=arguments.json, picture=arguments.svg, trace=arguments.trace)
+    return 0
+
+
+def loads(arguments: argparse.Namespace) -> int:
+    """Show how a run's experts were loaded over time."""
+    from penteract.load_command import show
+
+    show(arguments.run, layer=arguments.layer, picture=arguments.svg)
     return 0
 
 
@@ -381,6 +388,7 @@ RUNS: Mapping[str, options.Command] = MappingProxyType(
         "verify": verify,
         "layout": layout,
         "schedule": schedule,
+        "loads": loads,
         "data build": data_build,
         "data chat": data_chat,
         "data inspect": data_inspect,

@@ -25,6 +25,7 @@ def parser(runs: Mapping[str, Command]) -> argparse.ArgumentParser:
     _add_verify(commands, runs["verify"])
     _add_layout(commands, runs["layout"])
     _add_schedule(commands, runs["schedule"])
+    _add_loads(commands, runs["loads"])
     _add_data(commands, runs)
     _add_checkpoint(commands, runs)
     _add_generate(commands, runs["generate"])
@@ -112,6 +113,13 @@ def _add_schedule(commands: Any, run: Command) -> None:
     p.add_argument("--json", action="store_true", help="print the actions and figures as JSON")
     p.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
     p.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+
+
+def _add_loads(commands: Any, run: Command) -> None:
+    p = _command(commands, "loads", run, "penteract loads demo/moe --svg loads.svg")
+    p.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
+    p.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
+    p.add_argument("--layer", metavar="NAME", help="this layer alone, such as layers.1.moe")
 
 
 def _add_data(commands: Any, runs: Mapping[str, Command]) -> None:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from penteract.parallel.pipeline.schedules import Action, Pair, Schedule
 from penteract.parallel.pipeline.timeline import Span, Timeline
 from penteract.parallel.pipeline.trace import KINDS
+from penteract.svg import (
+    FAINT,
+    MARGIN,
+    MIDDLE,
+    document,
+    ink_on,
+    label,
+    mix,
+    printable,
+    rect,
+    round_step,
+    short,
+)
 
 # Of the chunks of a rank, the first has the first colour and the last the second. The kinds differ
 # in hue and lightness for the colour-blind, and in the face of their numbers for print without
@@ -22,10 +34,8 @@ _FILL = {
 _FACE = {
     k: "font-style:italic;font-weight:700" if k in "IW" else "font-style:normal" for k in KINDS
 }
-_INK, _FAINT = "#24292f", "#6a737d"
-_WIDTH, _LEFT, _RIGHT, _MARGIN = 1200, 76, 72, 20
+_WIDTH, _LEFT, _RIGHT = 1200, 76, 72
 _WIDEST_UNIT, _TEXT_COLUMNS = 40, 160
-_MIDDLE = ' text-anchor="middle"'
 _DIGIT = 0.7  # width of a bold digit, in font sizes
 
 
@@ -47,11 +57,10 @@ class _Look:
         return [placement[:stage].count(rank) for stage, rank in enumerate(placement)]
 
     def title(self) -> str:
-        kind = "".join(c if c.isprintable() else " " for c in self.plan.kind)
-        kind = kind if len(kind) <= 40 else kind[:39] + "…"
         sizes = ((self.plan.ranks, "rank"), (self.chunks(), "chunk"))
         counted = [_counted(n, what) for n, what in sizes]
-        return f"{kind}: {', '.join(counted)}, {_counted(self.plan.micro_batches, 'micro-batch')}"
+        work = _counted(self.plan.micro_batches, "micro-batch")
+        return f"{printable(self.plan.kind)}: {', '.join(counted)}, {work}"
 
     def figures(self) -> str:
         peaks = self.times.peak_activations
@@ -140,24 +149,17 @@ def svg(plan: Schedule, times: Timeline) -> str:
     scale = _Scale(unit, row, gap, top=86, width=width)
     bottom = scale.y(plan.ranks)
     height = round(bottom + 68)
-    title, figures = escape(look.title()), escape(look.figures())
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}" role="img" font-family="system-ui, '
-            "-apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif\">",
-            f"<title>{title}; {figures}</title>",
-            *_style(look),
-            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" '
-            'fill="#ffffff" stroke="#d0d7de"/>',
-            _text(_MARGIN, 34, title, size=17, more=' font-weight="600"'),
-            _text(_MARGIN, 56, figures, size=13, ink=_FAINT),
+    return document(
+        width,
+        height,
+        title=look.title(),
+        figures=look.figures(),
+        style=list(_style(look)),
+        body=[
             *_rows(look, scale),
             *_axis(times.makespan, scale, bottom),
             *_legend(look, scale, bottom + 42),
-            "</svg>",
-            "",
-        ]
+        ],
     )
 
 
@@ -167,9 +169,9 @@ def _style(look: _Look) -> Iterator[str]:
     yield "<style>"
     for kind in look.kinds():
         for chunk in range(chunks):
-            fill = _mix(*_FILL[kind], part=chunk / (chunks - 1) if chunks > 1 else 0.5)
+            fill = mix(*_FILL[kind], part=chunk / (chunks - 1) if chunks > 1 else 0.5)
             yield f".{kind}{chunk}{{fill:{fill}}}"
-            yield f".t{kind}{chunk}{{fill:{_ink_on(fill)};text-anchor:middle;{_FACE[kind]}}}"
+            yield f".t{kind}{chunk}{{fill:{ink_on(fill)};text-anchor:middle;{_FACE[kind]}}}"
     yield "</style>"
     yield (
         '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -182,26 +184,26 @@ def _rows(look: _Look, scale: _Scale) -> Iterator[str]:
     """Each rank: its name, its idle background, its boxes and numbers, its peak."""
     end, chunk = scale.x(look.times.makespan), look.chunk()
     line = 'stroke="#ffffff" stroke-width="1"' if scale.unit >= 6 else ""
-    yield _text(end + 12, scale.top - 9, "peak", ink=_FAINT)
+    yield label(end + 12, scale.top - 9, "peak", ink=FAINT)
     for rank, spans in enumerate(look.times.spans):
         y = scale.y(rank)
         middle = y + scale.row / 2 + 4.5
-        yield _text(_MARGIN, middle, f"rank {rank}")
-        yield _text(end + 12, middle, str(look.times.peak_activations[rank]))
-        yield _rect(_LEFT, y, end - _LEFT, scale.row, 'fill="url(#idle)"')
+        yield label(MARGIN, middle, f"rank {rank}")
+        yield label(end + 12, middle, str(look.times.peak_activations[rank]))
+        yield rect(_LEFT, y, end - _LEFT, scale.row, 'fill="url(#idle)"')
         yield f"<g {line}>" if line else "<g>"
         boxes = [box for span in spans for box in _boxes(span, y, chunk, scale)]
         for (x, top, across, down), name, _ in boxes:
-            yield _rect(x, top, across, down, f'class="{name}"')
+            yield rect(x, top, across, down, f'class="{name}"')
         yield "</g>"
         size = min(12.0, scale.row * 0.62)
-        yield f'<g font-size="{_short(size)}">'
+        yield f'<g font-size="{short(size)}">'
         for (x, top, across, down), name, number in boxes:
             fits = min(size, down * 0.78, (across - 3) / (_DIGIT * len(number)))
             if fits < 7:
                 continue  # too small to read
-            smaller = f' font-size="{_short(fits)}"' if fits < size else ""
-            place = f'x="{_short(x + across / 2)}" y="{_short(top + down / 2 + 0.36 * fits)}"'
+            smaller = f' font-size="{short(fits)}"' if fits < size else ""
+            place = f'x="{short(x + across / 2)}" y="{short(top + down / 2 + 0.36 * fits)}"'
             yield f'<text {place} class="t{name}"{smaller}>{number}</text>'
         yield "</g>"
 
@@ -221,61 +223,28 @@ def _boxes(span: Span, y: float, chunk: Sequence[int], scale: _Scale) -> Iterato
 def _axis(makespan: float, scale: _Scale, y: float) -> Iterator[str]:
     """Time below the rows, with marks at round numbers and at the end."""
     right = scale.x(makespan)
-    yield f'<path d="M{_LEFT} {_short(y)}H{_short(right)}" stroke="{_FAINT}"/>'
-    step = next(s for e in range(12) for s in (10**e, 2 * 10**e, 5 * 10**e) if s * scale.unit >= 46)
+    yield f'<path d="M{_LEFT} {short(y)}H{short(right)}" stroke="{FAINT}"/>'
+    step = round_step(46 / scale.unit)
     times = range(0, int(makespan) + 1, step)
     for time in [*(t for t in times if (makespan - t) * scale.unit > 30), makespan]:
         x = scale.x(time)
-        yield f'<path d="M{_short(x)} {_short(y)}v5" stroke="{_FAINT}"/>'
-        yield _text(x, y + 19, f"{time:g}", size=11, ink=_FAINT, more=_MIDDLE)
-    yield _text(_MARGIN, y + 19, "time", size=11, ink=_FAINT)
+        yield f'<path d="M{short(x)} {short(y)}v5" stroke="{FAINT}"/>'
+        yield label(x, y + 19, f"{time:g}", size=11, ink=FAINT, more=MIDDLE)
+    yield label(MARGIN, y + 19, "time", size=11, ink=FAINT)
 
 
 def _legend(look: _Look, scale: _Scale, y: float) -> Iterator[str]:
     """A patch for each kind in the shades of its chunks, and one for idle time."""
-    x, chunks = float(_MARGIN), look.chunks()
+    x, chunks = float(MARGIN), look.chunks()
     shown = sorted({*range(min(chunks, 4)), chunks - 1})
     for kind in look.kinds():
         for chunk in shown:
-            yield _rect(x, y, 14, 14, f'class="{kind}{chunk}"')
+            yield rect(x, y, 14, 14, f'class="{kind}{chunk}"')
             x += 15
-        yield _text(x + 5, y + 11.5, KINDS[kind], more=f' style="{_FACE[kind]}"')
+        yield label(x + 5, y + 11.5, KINDS[kind], more=f' style="{_FACE[kind]}"')
         x += 26 + 7.3 * len(KINDS[kind])
-    yield _rect(x, y, 14, 14, 'fill="url(#idle)"')
-    yield _text(x + 20, y + 11.5, "idle")
+    yield rect(x, y, 14, 14, 'fill="url(#idle)"')
+    yield label(x + 20, y + 11.5, "idle")
     if chunks > 1:
         note = f"shades: chunks 0 to {chunks - 1}"
-        yield _text(x + 62, y + 11.5, note, ink=_FAINT)
-
-
-def _rect(x: float, y: float, width: float, height: float, more: str) -> str:
-    numbers = (f'{k}="{_short(v)}"' for k, v in zip("xy", (x, y), strict=True))
-    size = f'width="{_short(width)}" height="{_short(height)}"'
-    return f"<rect {' '.join(numbers)} {size} {more}/>"
-
-
-def _text(
-    x: float, y: float, words: str, *, size: int = 12, ink: str = _INK, more: str = ""
-) -> str:
-    place = f'x="{_short(x)}" y="{_short(y)}"'
-    return f'<text {place} font-size="{size}" fill="{ink}"{more}>{words}</text>'
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def _mix(start: str, end: str, *, part: float) -> str:
-    pairs = zip(_channels(start), _channels(end), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in pairs)
-
-
-def _channels(colour: str) -> list[int]:
-    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-
-
-def _ink_on(fill: str) -> str:
-    """Black or white, whichever has more contrast with the fill (relative luminance of WCAG)."""
-    red, green, blue = ((c / 255) ** 2.2 for c in _channels(fill))
-    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    return "#ffffff" if luminance < 0.2 else _INK
+        yield label(x + 62, y + 11.5, note, ink=FAINT)

@@ -18,7 +18,7 @@ from penteract.data.loader import TrainSource
 from penteract.errors import UserError
 
 COMMANDS = (
-    "train", "verify", "layout", "data build", "data chat", "data inspect", "data show",
+    "train", "verify", "layout", "loads", "data build", "data chat", "data inspect", "data show",
     "checkpoint inspect", "checkpoint verify", "generate",
 )  # fmt: skip
 

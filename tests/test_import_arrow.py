@@ -26,13 +26,24 @@ ARROW: tuple[tuple[str, ...] | set[str], ...] = (
     {"optim", "checkpoint", "data"},
     ("train",),
     {"plan", "verify"},
-    ("schedule_picture", "schedule_command", "options", "launch", "cli", "__main__"),
+    (
+        "svg",
+        "schedule_picture",
+        "schedule_command",
+        "load_picture",
+        "load_command",
+        "options",
+        "launch",
+        "cli",
+        "__main__",
+    ),
 )
 READ_ENVIRONMENT = {"launch.py", "cli.py"}
 PURE = {
     "errors.py", "layout_rules.py", "config_values.py", "config_sections.py", "config.py",
     "grid.py", "layout_picture.py", "placement.py",
-    "schedule_picture.py", "parallel/pipeline/stages.py", "parallel/pipeline/trace.py",
+    "svg.py", "schedule_picture.py", "load_picture.py",
+    "parallel/pipeline/stages.py", "parallel/pipeline/trace.py",
     "parallel/pipeline/schedules.py", "parallel/pipeline/actions.py",
     "parallel/pipeline/zero_bubble.py", "parallel/pipeline/tables.py",
     "parallel/pipeline/lowering.py", "parallel/pipeline/timeline.py",
