@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penteract.checkpoint.agreement import together
 from penteract.checkpoint.format import Manifest, StoredTensor
 from penteract.checkpoint.io import load, read_manifest
 from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
@@ -118,19 +119,21 @@ def load_weights(path: Path, model: nn.Module, buffers: Buffers, axis: Axis) -> 
     tensor that is frozen on one side has a master on the other only, and is converted. A router's
     bias is left behind where none is wanted, and stays at zero where there was none.
     """
-    saved, skip = read_manifest(path).tensors, [*STATE_PREFIXES]
+    saved, unread = read_manifest(path).tensors, list[str]()
     wanted: list[tuple[Shard, Tensor]] = []
     for bucket in buffers.all_buckets:
         types = (bucket.master.dtype, bucket.kind.dtype, bucket.kind.wide)
         dtypes = [str(dtype).removeprefix("torch.") for dtype in types]
         for shard, view in owned("", bucket.owned(bucket.master)):
             name, dtype = stored_as(saved, shard.tensor, dtypes)
-            skip += [shard.tensor] if name != shard.tensor else []
+            unread += [shard.tensor] if name != shard.tensor else []
             wanted.append((dataclasses.replace(shard, tensor=name, dtype=dtype), view))
     mine = {s.tensor: (s, x) for s, x in kept(model) if not s.tensor.startswith(STATE_PREFIXES)}
     wanted += [mine[name] for name in mine if name in saved]
-    skip += [name for name in saved if name.endswith(".router.bias") and name not in mine]
-    load_as(path, wanted, axis=axis, skip=tuple(skip))
+    unread += [name for name in saved if name.endswith(".router.bias") and name not in mine]
+    # Those of all ranks, since each compares what all want with what is stored.
+    everywhere = {name for answer in together(axis, lambda: unread) for name in answer}
+    load_as(path, wanted, axis=axis, skip=(*STATE_PREFIXES, *sorted(everywhere)))
 
 
 def said_of(fresh: Collection[str]) -> Iterator[str]:
