@@ -79,8 +79,7 @@ def resolve(config: Config) -> Config:
     ends = [until for until, _ in config.train.ramp]
     if ends != sorted(set(ends)):
         raise ConfigError(f"train.ramp: steps must rise, got {ends}")
-    if config.checkpoint.load_state and config.checkpoint.load is None:
-        raise ConfigError("checkpoint.load_state = true needs checkpoint.load")
+    _check_start(config.checkpoint, config.moe)
     return dataclasses.replace(
         config,
         model=_resolve_model(config.model, config.data.seq),
@@ -100,6 +99,27 @@ def _check_weights(sources: tuple[SourceConfig, ...]) -> None:
     if 0 < len(without) < len(sources):
         raise ConfigError(
             f"data.train: give every source a weight or none; without one: {', '.join(without)}"
+        )
+
+
+def _check_start(checkpoint: CheckpointConfig, moe: MoEConfig | None) -> None:
+    """What a run is to start from."""
+    for key in ("load_state", "upcycle"):
+        if getattr(checkpoint, key) and checkpoint.load is None:
+            raise ConfigError(f"checkpoint.{key} = true needs checkpoint.load")
+    if not checkpoint.upcycle:
+        return
+    if moe is None:
+        raise ConfigError("checkpoint.upcycle = true makes experts: they need [moe]")
+    if checkpoint.load_state:
+        raise ConfigError(
+            "checkpoint.upcycle = true starts from weights alone, as a dense model's moments are "
+            "not those of experts: leave out checkpoint.load_state"
+        )
+    if moe.shared_ffn is not None:
+        raise ConfigError(
+            f"moe.shared_ffn = {moe.shared_ffn}: checkpoint.upcycle = true has no weights for "
+            "shared experts, whose output would come on top of the dense model's: leave it out"
         )
 
 

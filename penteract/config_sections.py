@@ -340,6 +340,8 @@ class CheckpointConfig:
     """Start a fresh run from this checkpoint's weights; relative to the current directory."""
     load_state: bool = False
     """With checkpoint.load: its moments, step and data cursor too."""
+    upcycle: bool = False
+    """With checkpoint.load: experts start as copies of its dense feed-forward layers."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

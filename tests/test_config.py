@@ -70,7 +70,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "data": "train valid seq tokenizer seed",
         "optim": "name lr min_lr warmup decay schedule weight_decay betas eps clip",
         "train": "steps global_batch micro_batch dtype seed eval_every eval_steps max_minutes",
-        "checkpoint": "dir every keep load load_state",
+        "checkpoint": "dir every keep load load_state upcycle",
         "log": "dir every tensorboard",
     }
     for section, names in contract.items():

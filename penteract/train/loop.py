@@ -96,8 +96,8 @@ def _restore(run: Run, path: Path | None) -> str:
     if options.load_state:
         changes = run.resume(path)
         return "\n  ".join([f"starting from {path}, its moments, its step {run.step}", *changes])
-    run.load_weights(path)
-    return f"starting from the weights of {path}"
+    changes = run.load_weights(path)
+    return "\n  ".join([f"starting from the weights of {path}", *changes])
 
 
 def _write_trace(run: Run, rows: Sequence[Row], metrics: Metrics) -> None:

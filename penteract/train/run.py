@@ -388,11 +388,10 @@ class Run:
         theirs, mine = (to_dict(c)["optim"] for c in (from_dict(manifest.config), self.config))
         return [*differences(theirs, mine, "optim"), *said_of(fresh)]
 
-    def load_weights(self, path: Path) -> None:
-        """Start from the weights saved at `path`, with fresh moments, step and cursor."""
-        self.buffers.wait()
-        load_weights(path, self.task.model, self.buffers, self.mesh.axis("world"))
-        self.buffers.publish(frozen=True)
+    def load_weights(self, path: Path) -> list[str]:
+        """Start from the weights at `path`, all else fresh; what of them is not from there."""
+        world = self.mesh.axis("world")
+        return load_weights(path, self.task.model, self.buffers, config=self.config, axis=world)
 
     def weights(self) -> Iterator[tuple[Shard, Tensor]]:
         """The weights that this rank updates, as boxes of logical tensors, in at least float32."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penteract.checkpoint.agreement import agreed, together
 from penteract.checkpoint.format import Manifest, StoredTensor
 from penteract.checkpoint.io import load, read_manifest
 from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
@@ -21,6 +22,7 @@ from penteract.optim.optimizer import Optimizer
 from penteract.parallel.buffers import Buffers
 from penteract.train.batch_ramp import ramp_until
 from penteract.train.task import Task
+from penteract.train.upcycle import blocks_to_fill, few, note, source
 
 
 def held(
@@ -111,34 +113,44 @@ def load_as(path: Path, wanted: Sequence[tuple[Shard, Tensor]], **how: Any) -> N
             view.copy_(x)
 
 
-def load_weights(path: Path, model: nn.Module, buffers: Buffers, axis: Axis) -> None:
-    """Fill masters, and what else the model keeps, from the weights saved at `path`.
+def load_weights(
+    path: Path, model: nn.Module, buffers: Buffers, *, config: Config, axis: Axis
+) -> list[str]:
+    """Fill weights, and what else the model keeps, from those saved at `path`; what is not from
+    there, a line each.
 
     Masters are filled from the run's own where it kept some, so they must be of their type. A
     tensor that is frozen on one side has a master on the other only, and is converted. A router's
     bias is left behind where none is wanted, and stays at zero where there was none.
     """
-    saved, skip = read_manifest(path).tensors, [*STATE_PREFIXES]
+    saved, unread = agreed(axis, lambda: read_manifest(path)).tensors, list[str]()
+    filled = blocks_to_fill(config, saved) if config.checkpoint.upcycle else []
     wanted: list[tuple[Shard, Tensor]] = []
     for bucket in buffers.all_buckets:
         types = (bucket.master.dtype, bucket.kind.dtype, bucket.kind.wide)
         dtypes = [str(dtype).removeprefix("torch.") for dtype in types]
         for shard, view in owned("", bucket.owned(bucket.master)):
-            name, dtype = stored_as(saved, shard.tensor, dtypes)
-            skip += [shard.tensor] if name != shard.tensor else []
+            tensor = source(shard.tensor, filled)
+            if tensor is None:
+                continue
+            name, dtype = stored_as(saved, tensor, dtypes)
+            unread += [tensor] if name != tensor else []
             wanted.append((dataclasses.replace(shard, tensor=name, dtype=dtype), view))
     mine = {s.tensor: (s, x) for s, x in kept(model) if not s.tensor.startswith(STATE_PREFIXES)}
     wanted += [mine[name] for name in mine if name in saved]
-    skip += [name for name in saved if name.endswith(".router.bias") and name not in mine]
-    load_as(path, wanted, axis=axis, skip=tuple(skip))
+    unread += [name for name in saved if name.endswith(".router.bias") and name not in mine]
+    # Those of all ranks, since each compares what all want with what is stored.
+    everywhere = {name for answer in together(axis, lambda: unread) for name in answer}
+    buffers.wait()
+    load_as(path, wanted, axis=axis, skip=(*STATE_PREFIXES, *sorted(everywhere)))
+    buffers.publish(frozen=True)
+    return [note(config, filled)] if filled else []
 
 
 def said_of(fresh: Collection[str]) -> Iterator[str]:
     """What is said of optimizer state that a checkpoint does not have."""
     if tensors := sorted({name.partition("/")[2] for name in fresh}):
-        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-        names = ", ".join(tensors[:3])
-        yield f"moments start at zero, the checkpoint has none of {names}{more}"
+        yield f"moments start at zero, the checkpoint has none of {few(tensors)}"
 
 
 def differences(saved: Any, mine: Any, key: str = "") -> Iterator[str]:

@@ -143,6 +143,23 @@ def test_a_run_starts_from_weights_with_some_frozen(
         assert (weight in FROZEN) <= (not frozen or name == weight), "it is frozen"
 
 
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"zero": 1}, {"zero": 3}])
+def test_masters_are_found_where_no_rank_holds_all_weights(
+    tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    model = {"layers": 2}
+    run(["train", config_at(tmp_path, frozen=True, dtype="bfloat16", model=model)])
+    saved = tensors(newest(tmp_path / "run"))
+    more = {"model": model, "parallel": parallel}
+    config = config_at(tmp_path, frozen=True, dtype="bfloat16", **more)
+    words = [f"--log.dir={tmp_path}/fresh", f"--checkpoint.load={tmp_path}/run/checkpoints"]
+    run(["train", config, *words, "--train.steps=0", "--optim.warmup=0"], 2)
+    loaded = tensors(newest(tmp_path / "fresh"))
+    assert loaded.keys() == saved.keys()
+    for name, x in loaded.items():
+        assert torch.equal(x, saved[name]) or name.startswith("exp_avg"), name
+
+
 def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     config = config_at(tmp_path, frozen=True)
     run(["train", config, "--train.steps=2"])
