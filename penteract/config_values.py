@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
 
 
 def _not_bool(value: object) -> object:
@@ -37,4 +38,20 @@ Recompute = Annotated[
     tuple[Annotated[str, AfterValidator(_recompute_kind)], ...], BeforeValidator(_recompute)
 ]
 
-MoELayers = Literal["all"] | Count | tuple[Natural, ...]
+
+def _moe_layers(value: object) -> object:
+    """A command line gives text: all, 2, or 1,3 and [1, 3]."""
+    if not isinstance(value, str) or value == "all":
+        return value
+    words = value.strip("[]").split(",")
+    try:
+        numbers = tuple(int(word) for word in words)
+    except ValueError:
+        raise ValueError('should be "all", n for every n-th, or a list of numbers') from None
+    return numbers if len(numbers) > 1 or value.startswith("[") else numbers[0]
+
+
+# Not decoded, or the command line would make a list of any value.
+MoELayers = Annotated[
+    Literal["all"] | Count | tuple[Natural, ...], NoDecode, BeforeValidator(_moe_layers)
+]

@@ -422,6 +422,18 @@ def test_expert_parallelism_without_experts_is_refused(tmp_path: Path) -> None:
         load(write(tmp_path, parallel={"recompute": ["core", "expert_act"]}))
 
 
+@pytest.mark.parametrize(
+    ("word", "layers"),
+    [("all", "all"), ("2", 2), ("0,1", (0, 1)), ("[1]", (1,)), ("[0, 1]", (0, 1))],
+)
+def test_layers_with_experts_on_the_command_line(tmp_path: Path, word: str, layers: object) -> None:
+    found = load(write(tmp_path, moe={"experts": 8}), [f"--moe.layers={word}"])
+    assert found.moe is not None
+    assert found.moe.layers == layers
+    with pytest.raises(ConfigError, match=r"moe.layers = 'x1': .* n for every n-th"):
+        load(write(tmp_path, moe={"experts": 8}), ["--moe.layers", "x1"])
+
+
 def test_experts_have_the_width_of_the_model_unless_told(tmp_path: Path) -> None:
     found = load(write(tmp_path, moe={"experts": 8}))
     assert found.moe is not None
