@@ -125,6 +125,11 @@ def has_values(x: Tensor) -> bool:
     return fake is None or not isinstance(x, fake.FakeTensor)
 
 
+def has_modes() -> bool:
+    """Whether this thread is under a mode of torch, such as that of fake tensors."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
 def outside_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, called eagerly also from a function under torch.compile, which breaks its graph there.
 

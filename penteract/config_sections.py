@@ -153,10 +153,19 @@ class ParallelConfig:
     """Stages that each pipeline rank holds; what the schedule has unless given, mostly 1."""
     schedule: str | None = Field(
         default=None,
-        examples=[None, "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"],
+        examples=[
+            None,
+            "gpipe",
+            "1f1b",
+            "1f1b-pairs",
+            "interleaved",
+            "zb-h1",
+            "zb-v",
+            "dualpipe-v",
+        ],
     )
-    """Order of a pipeline's work: gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, or a table's
-    .json file, relative to the TOML file; 1f1b unless given, with chunks interleaved."""
+    """Order of a pipeline's work: gpipe, 1f1b, 1f1b-pairs, interleaved, zb-h1, zb-v, dualpipe-v, or
+    a table's .json file, relative to the TOML file; 1f1b unless given, with chunks interleaved."""
     stages: str = Field(default="even", examples=["even", "cost"])
     """How layers are cut into stages: even, cost, or "embed,3*layer | ... | 2*layer,norm,head"."""
     pp_backend: Literal["gloo", "nccl", "ucc"] | None = None
@@ -183,6 +192,9 @@ class ParallelConfig:
     """Into how many groups the data ranks are split that each hold all that zero shares out."""
     dp_overlap: bool = Field(default=True, examples=[True, False])
     """Reduce gradients while backward goes on, and gather parameters while forward does."""
+    ep_overlap: bool = Field(default=True, examples=[True, False])
+    """Where a schedule pairs a forward with a backward (1f1b-pairs, dualpipe-v), compute one while
+    tokens of the other travel to experts; not with zero = 3."""
     tp_overlap: bool = Field(default=True, examples=[True, False])
     """Send input gradients while weight gradients are computed."""
     vocab_multiple: Count = Field(default=1, examples=[1, 4])

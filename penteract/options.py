@@ -102,7 +102,7 @@ def _add_schedule(commands: Any, run: Command) -> None:
     example = "penteract schedule --kind interleaved --ranks 4 --chunks 2 --microbatches 8"
     p = _command(commands, "schedule", run, example)
     which = p.add_mutually_exclusive_group(required=True)
-    kinds = "gpipe, 1f1b, interleaved, zb-h1, zb-v or dualpipe-v"
+    kinds = "gpipe, 1f1b, 1f1b-pairs, interleaved, zb-h1, zb-v or dualpipe-v"
     which.add_argument("--kind", metavar="KIND", help=kinds)
     which.add_argument("--table", type=Path, metavar="FILE", help="your own, as --json prints it")
     p.add_argument("--ranks", type=_positive, metavar="N", help="pipeline ranks")

@@ -12,7 +12,7 @@ from penteract.cli import main
 
 PICTURES = Path(__file__).parents[1] / "docs" / "schedules"
 KINDS = {
-    "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2
+    "gpipe": 1, "1f1b": 1, "1f1b-pairs": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_a_table_that_was_printed_is_taken_back(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = printed(words(kind, 3, 7, KINDS[kind]), capsys)
-    assert ("pairs" in found) == (kind == "dualpipe-v")
+    assert ("pairs" in found) == (kind in ("1f1b-pairs", "dualpipe-v"))
     table = tmp_path / "table.json"
     table.write_text(json.dumps(found))
     assert printed(["schedule", "--table", str(table)], capsys) == found
@@ -181,6 +181,7 @@ def test_the_formulas_of_the_docs(
     idle, work, peaks = {
         "gpipe": (p - 1, m * v, [m * v] * p),
         "1f1b": (p - 1, m, [p - r for r in range(p)]),
+        "1f1b-pairs": (p - 1, m, [2 * (p - r) for r in range(p)]),
         "interleaved": (p - 1, m * v, [v * p + p - 1 - 2 * r for r in range(p)]),
         "zb-h1": (p - 1, 3 * m, [p] * p),
         "zb-v": (p - 1, 6 * m, [2 * p] * p),

@@ -17,6 +17,7 @@ from penteract.schedule_picture import svg, text
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = [
     ("1f1b", 1, 1, 1), ("gpipe", 4, 1, 8), ("1f1b", 4, 1, 2), ("interleaved", 3, 4, 7),
+    ("1f1b-pairs", 4, 1, 9),
     ("zb-h1", 4, 1, 8), ("zb-v", 4, 2, 8), ("dualpipe-v", 4, 2, 9), ("interleaved", 20, 3, 120),
     ("dualpipe-v", 17, 2, 40), ("gpipe", 2, 1, 1200), ("1f1b", 1200, 1, 1),
 ]  # fmt: skip

@@ -31,6 +31,7 @@ from penteract.parallel.expert.places import ExpertParallel
 from penteract.parallel.pipeline.executor import Output, Shape
 from penteract.parallel.pipeline.timeline import warning
 from penteract.parallel.tensor import TensorParallel
+from penteract.parallel.turns import Turns
 from penteract.train.batch_ramp import cursor, global_batch
 from penteract.train.pipeline import Plan, micro_batches_of
 from penteract.train.pipeline import plan as make_plan
@@ -169,7 +170,8 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: M
     train, seq = config.train, config.data.seq
     spec, plan, parallel = model_spec(config), make_plan(config), config.parallel
     tp = TensorParallel(mesh.axis("tp"), parallel.sp, parallel.tp_overlap)
-    model = _model(config, mesh, tp, plan)
+    experts = ExpertParallel.of(mesh)
+    model = _model(config, mesh, tp, plan, experts)
     dtype, objective = getattr(torch, train.dtype), Objective(train.label_smoothing, train.z_loss)
     reader = _Reader(config, mesh, device, source)
     ahead = _ReadAhead(reader.read)
@@ -204,7 +206,7 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: M
         flops=lambda step: reader.flops.get(step, 0.0),
         cursor=lambda step: cursor(step, train),
         close=ahead.close,
-        pipeline=Pipeline(plan.placement, plan.schedule, boundary),
+        pipeline=Pipeline(plan.placement, plan.schedule, boundary, _turns(config, experts)),
         notes=[few] if few else [],
         terms=("loss", "z_loss") if train.z_loss else ("loss",),
         real=None if config.moe is None else lambda batch: batch.sequences.real.sum(),
@@ -212,7 +214,9 @@ def pretraining_task(config: Config, mesh: Mesh, device: torch.device, source: M
     )
 
 
-def _model(config: Config, mesh: Mesh, tp: TensorParallel, plan: Plan) -> Stages:
+def _model(
+    config: Config, mesh: Mesh, tp: TensorParallel, plan: Plan, experts: ExpertParallel
+) -> Stages:
     """The stages that this rank holds."""
     parallel = config.parallel
     exchange = exchange_of(
@@ -229,9 +233,19 @@ def _model(config: Config, mesh: Mesh, tp: TensorParallel, plan: Plan) -> Stages
         recompute=parallel.recompute,
         vocab_multiple=parallel.vocab_multiple,
         exchange=exchange,
-        experts=ExpertParallel.of(mesh),
+        experts=experts,
         dispatcher="all_to_all" if config.moe is None else config.moe.dispatcher,
     )
+
+
+def _turns(config: Config, experts: ExpertParallel) -> Turns | None:
+    """What a forward and a backward take while tokens of the other travel.
+
+    With zero = 3 only one of the two could have its parameters whole.
+    """
+    parallel = config.parallel
+    travels = config.moe is not None and experts.group.size > 1
+    return experts.turns if travels and parallel.ep_overlap and parallel.zero < 3 else None
 
 
 def _auxiliary(config: Config) -> tuple[str, ...]:

@@ -134,7 +134,7 @@ class Run:
         )
         for channel in channels.values():
             meet(channel, self.device)
-        return Executor(pp.rank, channels, self.device)
+        return Executor(pp.rank, channels, self.device, self.task.pipeline.turns)
 
     def _check_rules(self) -> None:
         """Raise ConfigError on all ranks where a user's rule matches no tensor of the model."""

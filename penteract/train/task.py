@@ -12,6 +12,7 @@ from penteract.nn.sequences import Training
 from penteract.parallel.pipeline.actions import Action, Schedule, Step
 from penteract.parallel.pipeline.executor import Output, Shape
 from penteract.parallel.pipeline.schedules import schedule
+from penteract.parallel.turns import Turns
 
 
 def _none(step: int) -> list[str]:
@@ -42,6 +43,7 @@ class Pipeline:
     placement: tuple[int, ...] = (0,)  # the pipeline rank of each stage
     schedule: Callable[[int], Schedule] = _one_stage  # number of micro-batches -> schedule
     boundary: Callable[[int, Any], Shape | None] = _no_stream  # of a stage's stream on a batch
+    turns: Turns | None = None  # that a paired forward and backward take
 
     def forwards(self, micro_batches: int) -> Schedule:
         """For evaluation: groups of as many micro-batches as there are stages, stage by stage."""

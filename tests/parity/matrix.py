@@ -190,7 +190,7 @@ ZERO: Factors = {
 PIPELINE: Factors = {
     "pp": (2, 3, 4),
     "chunks": (1, 2, 3),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
+    "schedule": ("gpipe", "1f1b", "1f1b-pairs", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
     "count": ("1", "p-1", "p", "p+1", "2p", "3p+1"),
     "cut": ("even", "cost", "ends", "gap"),
     "model": ("deep", "gpt2", "llama", "six-heads", "nine-heads"),
@@ -245,7 +245,13 @@ COUNTS = {
     "2p": lambda p: 2 * p,
     "3p+1": lambda p: 3 * p + 1,
 }
-CHUNKS = {"1f1b": (1,), "zb-h1": (1,), "zb-v": (2,), "dualpipe-v": (2,)}  # of others any
+CHUNKS = {
+    "1f1b": (1,),
+    "1f1b-pairs": (1,),
+    "zb-h1": (1,),
+    "zb-v": (2,),
+    "dualpipe-v": (2,),
+}  # of others any
 
 ZERO_CROSSED = ("dp", "zero", "tp", "accumulation", "replicas", "optimizer")
 

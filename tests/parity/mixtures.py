@@ -123,6 +123,7 @@ EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe": tuple(MIXTURES),
     "model": ("llama", "gpt2", "six-heads"),
     "dispatcher": ("all_to_all", "all_gather"),
+    "schedule": ("1f1b", "1f1b-pairs"),
     "sp": (False, True),
     "zero": (0, 1, 2, 3),
     "replicas": (1, 2),

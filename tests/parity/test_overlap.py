@@ -1,12 +1,14 @@
 """Overlapping reductions and gathers with computing changes no bit."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # optimizers import it at their first step: here once, not in every rank
 from optim import logical
 from parity.matrix import Cell
+from parity.mixtures import mixture_of
 from parity.outcome import unequal
 from parity.training import train_here
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from penteract.parallel import zero as zero_module
 from penteract.parallel.buckets import Bucket, Sharding
 from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import adopt
+from penteract.parallel.turns import Turns
 from penteract.testing import run_ranks, world_axis
 
 CELL = Cell(
@@ -34,6 +37,57 @@ def test_of_two_rules(zero: int, replicas: int) -> None:
     both = [cell, dataclasses.replace(cell, overlap=False)]
     for on, off in run_ranks(train_here, cell.world, both):
         assert not unequal([on, off])
+
+
+PAIRED = Cell(
+    "gpt2", dp=2, micro_batch=1, global_batch=10, bucket_bytes=256, dropout=0.1, moe="aux", ep=2,
+    schedule="1f1b-pairs",
+)  # fmt: skip
+PAIRS: dict[str, dict[str, Any]] = {
+    "zero-2": {"zero": 2},
+    "tp": {"dp": 1, "tp": 2, "etp": 1},
+    "cp": {"dp": 1, "cp": 2, "dispatcher": "all_gather"},
+    "pp": {"pp": 2, "etp": 2, "ep": 1},
+    "vee": {"pp": 2, "schedule": "dualpipe-v", "chunks": 2},
+}
+
+
+def swapped(cell: Cell) -> tuple[tuple[Any, Any], int, int]:
+    """Results with turns and without; how often the two of a pair changed places, in each run."""
+    swaps, swap = [0], Turns.swap
+
+    def counted(turns: Turns) -> None:
+        swaps[-1] += turns._go is not None
+        swap(turns)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Turns, "swap", counted)
+        on = train_here([cell])[0]
+        swaps.append(0)
+        off = train_here([dataclasses.replace(cell, overlap=False)])[0]
+    return (on, off), *swaps
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_of_pairs_that_take_turns(layout: str) -> None:
+    cell = dataclasses.replace(PAIRED, **PAIRS[layout])
+    ranks = run_ranks(swapped, cell.world, cell)
+    for both, _, off in ranks:
+        assert not unequal(both)
+        assert off == 0
+    assert max(on for _, on, _ in ranks) > 0  # some may have no experts
+    if cell.pp == 1:
+        # Two steps; in every pair but the first and last forwards two waits a block each way.
+        micro_batches = cell.global_batch // cell.dp
+        pairs, blocks = micro_batches - 1, len(mixture_of(cell.moe).layers)
+        assert {on for _, on, _ in ranks} == {2 * pairs * 2 * 2 * blocks}
+
+
+def test_with_stage_3_pairs_are_computed_one_after_another() -> None:
+    cell = dataclasses.replace(PAIRED, zero=3)
+    for both, *swaps in run_ranks(swapped, cell.world, cell):
+        assert not unequal(both)
+        assert swaps == [0, 0]
 
 
 class OutOfOrder(nn.Module):

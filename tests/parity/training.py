@@ -80,6 +80,7 @@ def config_of(cell: Cell, **train: Any) -> Config:
             "cp": cell.cp,
             "cp_comm": cell.cp_comm,
             "cp_overlap": cell.overlap,
+            "ep_overlap": cell.overlap,
             "ep": cell.ep,
             "etp": cell.etp,
         },

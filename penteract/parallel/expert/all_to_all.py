@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penteract import compat
-from penteract.collectives import all_to_all, start_all_to_all
+from penteract.collectives import start_all_to_all
 from penteract.parallel.expert.dispatch import Arrived
 from penteract.parallel.expert.places import ExpertParallel
 from penteract.parallel.expert.travel import Travel
@@ -18,7 +18,7 @@ class AllToAll:
 
     def __init__(self, experts: int, places: ExpertParallel) -> None:
         self.axis, self.homes, self.ranks = places.group, places.homes, places.ep.size
-        self.on_each = experts // places.ep.size
+        self.on_each, self.turns = experts // places.ep.size, places.turns
 
     def send(self, x: Tensor, weights: Tensor, experts: Tensor) -> _Sent:
         return _Sent(self, x, weights, experts)
@@ -31,16 +31,14 @@ class _Sent:
         homes = torch.tensor(ways.homes, device=x.device)  # [g]
         owner = experts.div(ways.on_each, rounding_mode="floor")  # [t, k] −1 where there is none
         to, self.token, going, coming = self._plan(ways, owner, homes)
-        self.going, self.coming = going, coming
+        self.turns = ways.turns
         there = owner[self.token] == homes[to, None]
         numbers = experts[self.token] - homes[to, None] * ways.on_each
         self.numbers = start_all_to_all(torch.where(there, numbers, -1), axis, going, coming)
-        self.travel = Travel(
-            lambda x: start_all_to_all(x, axis, going, coming),
-            lambda g: start_all_to_all(g, axis, coming, going),
-            x.index_select(0, self.token),
-            weights.index_select(0, self.token),
-        )
+        self.there = lambda x: start_all_to_all(x, axis, going, coming)
+        self.back = lambda y: start_all_to_all(y, axis, coming, going)
+        tokens = x.index_select(0, self.token), weights.index_select(0, self.token)
+        self.travel = Travel(self.turns, self.there, self.back, *tokens)
 
     def _plan(
         self, ways: AllToAll, owner: Tensor, homes: Tensor
@@ -64,6 +62,6 @@ class _Sent:
         return Arrived(x, weights, self.numbers.wait())
 
     def leave(self, y: Tensor) -> Tensor:
-        back = all_to_all(y, self.axis, self.coming, self.going)  # [u, h]
+        (back,) = Travel(self.turns, self.back, self.there, y).wait()  # [u, h]
         out = back.new_zeros(self.length, back.shape[1])
         return out.index_add(0, self.token, back)

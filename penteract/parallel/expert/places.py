@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from penteract import compat
 from penteract.collectives import start_all_gather
 from penteract.mesh import Axis, Mesh, single
+from penteract.parallel.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ExpertParallel:
     homes: tuple[int, ...]  # the ep coordinate of every rank of the group
     parts: Axis  # "tp-cp"
     micro_batches: int = 1  # of how many the group has tokens
+    turns: Turns = field(default_factory=Turns, compare=False)  # of what waits for tokens
 
     @classmethod
     def of(cls, mesh: Mesh) -> ExpertParallel:

@@ -3,7 +3,8 @@
 Autograd runs what was recorded last first. `begin` records a node that starts the messages, `wait`
 one that ends with them; what is recorded between the two is computed while they travel. In backward
 the second starts the gradients' way back, and the first awaits them, behind the gradients of what
-was between. The two are joined by a ticket, a scalar of no value.
+was between. The two are joined by a ticket, a scalar of no value. Before it waits, a computation
+that is one of two that take `Turns` lets the other go on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penteract.collectives import Operation, Pending
+from penteract.parallel.turns import Turns
 
 Send = Callable[[Tensor], Pending]
 
@@ -22,8 +24,8 @@ Send = Callable[[Tensor], Pending]
 class Travel:
     """Tensors on their way: `wait` gives what arrives; gradients go the way back."""
 
-    def __init__(self, there: Send, back: Send, *tensors: Tensor) -> None:
-        self.there, self.back = there, back
+    def __init__(self, turns: Turns, there: Send, back: Send, *tensors: Tensor) -> None:
+        self.turns, self.there, self.back = turns, there, back
         self.coming: list[Pending] = []  # what arrives, or, in backward, gradients
         self._ticket: Tensor | None = _Begin.apply(*tensors, self)
 
@@ -36,6 +38,7 @@ class Travel:
 
     def arrived(self) -> list[Tensor]:
         """What `coming` brings; it is empty then."""
+        self.turns.swap()
         found = [pending.wait() for pending in self.coming]
         self.coming = []
         return found

@@ -20,6 +20,7 @@ the split backward.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +30,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penteract import compat
 from penteract.collectives import Pending, start_receive, start_send
 from penteract.mesh import Axis
 from penteract.parallel.buffers import Held
 from penteract.parallel.pipeline.actions import Action, actions
 from penteract.parallel.pipeline.lowering import Lowered, Message
+from penteract.parallel.turns import Turns
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 Key = tuple[str, int, int]  # F or B, the stage that made it, micro-batch
@@ -82,6 +85,7 @@ class Executor:
     rank: int
     channels: Mapping[tuple[int, int], Axis]
     device: torch.device
+    turns: Turns | None = None  # that the two actions of a pair take; None: one after the other
 
     def run(
         self,
@@ -94,7 +98,7 @@ class Executor:
         """Execute `program`; each loss term's sum over this rank's forwards.
 
         `gradients` is None where there are no backwards, as in evaluation. `times` gets those of
-        all actions, which on a GPU then do not overlap. Raises StalledError.
+        all actions, which then take no turns, and on a GPU do not overlap. Raises StalledError.
         """
         run = _Run(self, forward, boundary, gradients)
         # After its last completion a stage's gradients are whole on this rank.
@@ -126,6 +130,7 @@ class _Run:
         gradients: Gradients | None,
     ) -> None:
         self.rank, self.channels, self.device = executor.rank, executor.channels, executor.device
+        self.turns = executor.turns
         self.forward, self.boundary, self.gradients = forward, boundary, gradients
         self.last: dict[int, Action] = {}
         self.totals: dict[str, Tensor] = {}
@@ -143,11 +148,15 @@ class _Run:
         for message in lowered.take:
             self._take(message, present)
         self.sends = {(m.kind, m.stage, m.micro_batch): m for m in lowered.send}
-        for action in present:
-            start = self._now(times)
-            self._do(action)
-            if times is not None:
-                times.append(Timed(action, start, self._now(times)))
+        # What modes of torch say is said to a thread.
+        if self.turns is not None and times is None and not compat.has_modes():
+            self._take_turns(present, self.turns)
+        else:
+            for action in present:
+                start = self._now(times)
+                self._hand_on(action, self._do(action))
+                if times is not None:
+                    times.append(Timed(action, start, self._now(times)))
         self.sent = [(message, pending) for message, pending in self.sent if not pending.is_over()]
         # With some backends a send is over, and its memory free, only when it is waited for.
         while len(self.sent) > UNAWAITED:
@@ -182,8 +191,11 @@ class _Run:
             self.here[key], pending = self.coming.pop(key)
             self._wait(message, pending, " and ".join(map(str, present)))
 
-    def _hand_on(self, kind: str, action: Action, x: Tensor) -> None:
+    def _hand_on(self, action: Action, x: Tensor | None) -> None:
+        kind = "F" if action.kind == "F" else "B"
         key = kind, action.stage, action.micro_batch
+        if x is None:
+            return
         if key not in self.sends:
             self.here[key] = x
             return
@@ -208,23 +220,36 @@ class _Run:
 
     # --- actions
 
-    def _do(self, action: Action) -> None:
-        if action.kind == "F":
-            self._forward(action)
-        elif action.kind == "W":
-            self._weights(action)
-        else:
-            self._backward(action)
+    def _take_turns(self, present: Sequence[Action], turns: Turns) -> None:
+        """Do the actions of a step; what they make is handed on in their order."""
+        made: dict[Action, Tensor | None] = {}
 
-    def _forward(self, action: Action) -> None:
+        def do(action: Action) -> None:
+            made[action] = self._do(action)
+
+        each = [functools.partial(do, action) for action in present]
+        if len(each) == 2:
+            turns.both(each[0], each[1], self.device)
+        else:
+            each[0]()
+        for action in present:
+            self._hand_on(action, made[action])
+
+    def _do(self, action: Action) -> Tensor | None:
+        """What the next stage, or the one before, is to get."""
+        if action.kind == "F":
+            return self._forward(action)
+        if action.kind == "W":
+            return self._weights(action)
+        return self._backward(action)
+
+    def _forward(self, action: Action) -> Tensor | None:
         key = action.stage, action.micro_batch
         given = self.here.pop(("F", action.stage - 1, action.micro_batch), None)
         learns = self.gradients is not None
         if given is not None and learns:
             given.requires_grad_()
         output = self.forward(*key, given)
-        if output.stream is not None:
-            self._hand_on("F", action, output.stream.detach())
         for name, term in output.terms.items():
             self.totals[name] = self.totals.get(name, 0) + term.detach()
         if learns:
@@ -235,8 +260,9 @@ class _Run:
             )
             roots = [term for term in terms if term is not None]
             self.alive[key] = _Alive(given, stream, roots)
+        return None if output.stream is None else output.stream.detach()
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action) -> Tensor | None:
         key, m = (action.stage, action.micro_batch), action.micro_batch
         alive = self.alive.pop(key)
         gradient = self.here.pop(("B", action.stage + 1, m), None)
@@ -252,10 +278,10 @@ class _Run:
         if roots:
             torch.autograd.backward(roots, start)
         self.gradients.end_backward()
-        if alive.given is not None:
-            # Without a gradient no loss depends on this stream.
-            dx = torch.zeros_like(alive.given) if alive.given.grad is None else alive.given.grad
-            self._hand_on("B", action, dx)
+        if alive.given is None:
+            return None
+        # Without a gradient no loss depends on this stream.
+        return torch.zeros_like(alive.given) if alive.given.grad is None else alive.given.grad
 
     @torch.no_grad()
     def _weights(self, action: Action) -> None:

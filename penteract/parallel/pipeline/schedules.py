@@ -76,6 +76,22 @@ def interleaved(p: int, v: int, m: int) -> Sequence[Program]:
     return programs
 
 
+def paired(p: int, v: int, m: int) -> list[Program]:
+    """1F1B whose forward and backward of a turn are of different micro-batches, and a pair.
+
+    A gradient comes back to rank r 2(p-1-r)+1 turns after its micro-batch has passed, and so many
+    forwards run before the first pair: about twice as many as in 1F1B.
+    """
+    programs: list[Program] = []
+    for r in range(p):
+        ahead = min(m, 2 * (p - 1 - r) + 1)
+        forwards = [Action("F", r, i) for i in range(m)]
+        backwards = [Action("B", r, i) for i in range(m)]
+        pairs = map(Pair, forwards[ahead:], backwards)
+        programs.append((*forwards[:ahead], *pairs, *backwards[m - ahead :]))
+    return programs
+
+
 def _ahead(r: int, p: int, v: int) -> int:
     """Forwards that rank r runs before its first pair of forward and backward.
 
@@ -152,6 +168,7 @@ SCHEDULES: Mapping[str, Row] = MappingProxyType(
     {
         "gpipe": Row(gpipe),
         "1f1b": Row(interleaved, chunks=1),
+        "1f1b-pairs": Row(paired, chunks=1),
         "interleaved": Row(interleaved),
         "zb-h1": Row(zb_h1, chunks=1),
         "zb-v": Row(zb_v, chunks=2, placement=_vee),

@@ -18,6 +18,7 @@ from penteract.parallel.expert.dispatchers import dispatcher_of
 from penteract.parallel.expert.fused import Fused
 from penteract.parallel.expert.local import Local
 from penteract.parallel.expert.places import ExpertParallel
+from penteract.parallel.expert.travel import Travel
 from penteract.testing import run_ranks, world_axis
 
 F64 = torch.float64
@@ -110,7 +111,7 @@ def planted() -> float:
         first = [self.token.tolist().index(token) for token in seen]
         kept = torch.zeros(len(self.token), 1, dtype=F64)
         kept[torch.tensor(first, dtype=torch.int64)] = 1
-        back = all_to_all_module.all_to_all(y, self.axis, self.coming, self.going) * kept
+        back = Travel(self.turns, self.back, self.there, y).wait()[0] * kept
         return back.new_zeros(self.length, H).index_add(0, self.token, back)
 
     with pytest.MonkeyPatch.context() as patch:

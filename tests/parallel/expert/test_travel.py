@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penteract.collectives import Pending, done
 from penteract.parallel.expert.travel import Travel
+from penteract.parallel.turns import Turns
 
 
 class Noted(torch.autograd.Function):
@@ -46,7 +47,7 @@ def test_both_directions_hide_behind_what_is_between() -> None:
 
     x = torch.ones(2, requires_grad=True)
     other = torch.ones(2, requires_grad=True)
-    travel = Travel(send(2.0), send(3.0), x)
+    travel = Travel(Turns(), send(2.0), send(3.0), x)
     between = Noted.apply(other, log)
     (arrived,) = travel.wait()
     assert log == ["sent", "computed", "awaited"]
@@ -59,7 +60,7 @@ def test_both_directions_hide_behind_what_is_between() -> None:
 def test_what_has_no_gradient_gets_none_back() -> None:
     x = torch.ones(2)
     weights = torch.ones(3, requires_grad=True)
-    travel = Travel(done, done, x, weights)
+    travel = Travel(Turns(), done, done, x, weights)
     arrived, _ = travel.wait()
     assert arrived.grad_fn is not None  # the graph is alike on every rank
     (arrived.sum() * weights.sum()).backward()

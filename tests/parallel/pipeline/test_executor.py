@@ -128,6 +128,7 @@ def test_two_stages_of_one_rank_hand_on_without_messages(kind: str) -> None:
 KINDS = [
     ("gpipe", 1),
     ("1f1b", 1),
+    ("1f1b-pairs", 1),
     ("interleaved", 3),
     ("zb-h1", 1),
     ("zb-v", 2),

@@ -165,6 +165,19 @@ def test_the_search_sees_what_a_short_last_group_costs() -> None:
     assert timeline(short).makespan == 69 > 1.01 * search(4, 2, 9)
 
 
+def test_pairs_of_1f1b_are_idle_as_long_as_it_and_hold_about_twice_as_much() -> None:
+    for planned in grid("1f1b-pairs"):
+        p, m = planned.ranks, planned.micro_batches
+        found = timeline(planned)
+        one = timeline(schedule("1f1b", ranks=p, micro_batches=m))
+        assert found.makespan == one.makespan
+        assert found.peak_activations == tuple(min(m, 2 * (p - r)) for r in range(p))
+        for r, program in enumerate(planned.programs):
+            pairs = [step for step in program if isinstance(step, Pair)]
+            assert len(pairs) == max(0, m - 2 * (p - 1 - r) - 1)
+            assert all(x.forward.micro_batch > x.backward.micro_batch for x in pairs)
+
+
 def test_zb_h1_idles_a_third_of_1f1b() -> None:
     for planned in grid("zb-h1"):
         p, m = planned.ranks, planned.micro_batches
@@ -218,6 +231,7 @@ def test_order_known_from_another_implementation() -> None:
     ("kind", "chunks", "expected"),
     [
         ("1f1b", 1, [3, 2, 1, 0]),
+        ("1f1b-pairs", 1, [7, 5, 3, 1]),
         ("interleaved", 1, [3, 2, 1, 0]),
         ("interleaved", 2, [10, 8, 6, 4]),
     ],
@@ -251,7 +265,7 @@ def test_one_rank_is_never_idle(kind: str, m: int) -> None:
     ("kind", "sizes", "message"),
     [
         ("1f1B", (2, 1, 4), "'1f1B'; near names: 1f1b"),
-        ("nonsense", (2, 1, 4), "near names: gpipe, 1f1b, interleaved"),
+        ("nonsense", (2, 1, 4), "near names: gpipe, 1f1b, 1f1b-pairs, interleaved"),
         ("1f1b", (2, 2, 4), r"1 chunk\(s\) on a rank, not 2; with 2: gpipe, interleaved, zb-v"),
         ("zb-v", (2, 1, 4), r"2 chunk\(s\) on a rank, not 1; with 1: gpipe, 1f1b"),
         ("zb-h1", (2, 3, 4), r"not 3; with 3: gpipe, interleaved$"),

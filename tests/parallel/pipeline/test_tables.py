@@ -17,7 +17,7 @@ def test_there_and_back(kind: str, m: int) -> None:
     planned = schedule(kind, ranks=3, chunks=SCHEDULES[kind].chunks or 2, micro_batches=m)
     text = json.dumps({**to_json(planned), "bubble_fraction": 0.1, "peak_activations": [1, 1, 1]})
     assert from_json(json.loads(text), name="table.json") == planned
-    assert ("pairs" in to_json(planned)) == (kind == "dualpipe-v" and m > 1)
+    assert ("pairs" in to_json(planned)) == (kind in ("1f1b-pairs", "dualpipe-v") and m > 1)
 
 
 def test_the_contract() -> None:

@@ -1,0 +1,65 @@
+"""Two computations of a rank that take turns: where one would wait for tokens, the other goes on.
+
+Each has a thread, and only one of the two runs at a time. They change places at the same points on
+every rank, since these follow from the model alone, so all ranks of a group call the same
+collectives in one order. On a GPU it is the host that takes turns: what it starts for one is queued
+before the other's wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+
+class Turns:
+    """At most one pair at a time; `swap` is for whichever of its two is running."""
+
+    def __init__(self) -> None:
+        self._go: tuple[threading.Semaphore, threading.Semaphore] | None = None  # while both run
+        self._now = 0  # which of the two it is
+
+    def both(
+        self, first: Callable[[], object], second: Callable[[], object], device: torch.device
+    ) -> None:
+        """Run both to their ends, `first` in this thread until it swaps. Raises what they raise."""
+        assert self._go is None, "a pair within a pair"
+        self._go, self._now = (threading.Semaphore(0), threading.Semaphore(0)), 0
+        go, failed = self._go[1], list[BaseException]()
+
+        def run() -> None:
+            go.acquire()
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                second()
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                self._end()
+
+        thread = threading.Thread(target=run, name="turns")
+        thread.start()
+        try:
+            first()
+        finally:
+            self._end()
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def swap(self) -> None:
+        """Let the other go on until it swaps or ends; nothing where there is no other."""
+        if self._go is not None:
+            go, me = self._go, self._now
+            self._now = 1 - me
+            go[1 - me].release()
+            go[me].acquire()
+
+    def _end(self) -> None:
+        """One of the two is over: the other goes on alone."""
+        if self._go is not None:
+            go, self._go = self._go, None
+            go[1 - self._now].release()
