@@ -1,6 +1,6 @@
 """Mixture of experts: products, a layer beside transformers' and Megatron-Core's, two CPU ranks.
 
-    python benchmarks/moe.py [--rounds 9] [--parts grouped block ranks shared megatron] [--profile]
+    python benchmarks/moe.py [--rounds 9] [--parts grouped block ranks shared overlap megatron]
 
 One thread a process, gloo; all cases of a table take turns in the same processes, and a time is
 that of the slower rank. Printed are medians, with quartiles in brackets. Everything is forward and
@@ -31,6 +31,11 @@ the mean; bytes and messages are what the busier rank sends in a call.
 *shared*: with shared experts, which are computed while tokens travel, beside the sum of the layer
 without them and of them alone. What is hidden is that sum less the time of both.
 
+*overlap*: steps of a model of two blocks on two ranks over a link that is made slow: forward and
+backward of a pair in turns, so that one is computed while tokens of the other travel, beside the
+same pairs one after another, and 1F1B. "Hidden" is the time gained over that which tokens of a step
+are on the way. In float32 only.
+
 *megatron*: beside Megatron-Core's all-to-all layer, for information; its kernels need a GPU. Its
 bytes and messages are without the counts of rows, which ours include.
 
@@ -50,13 +55,13 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from mixture import block, megatron, products, ranks
+from mixture import block, megatron, overlap, products, ranks
 from mixture.layer import Shape
 from peers import megatron_cpu, mixtral
 
 from penteract.testing import run_ranks
 
-PARTS = ("grouped", "block", "ranks", "shared", "megatron")
+PARTS = ("grouped", "block", "ranks", "shared", "overlap", "megatron")
 DTYPES = ("float32", "bfloat16")
 PEERS = {"block": mixtral, "megatron": megatron_cpu}
 
@@ -79,6 +84,8 @@ def reports(part: str, shapes: list[Shape], rounds: int, profile: bool) -> Itera
     """Print a part; whether each of its cases agrees."""
     if part == "grouped":
         yield products.report_all(shapes, rounds)
+    elif part == "overlap":
+        yield from (overlap.report(x, rounds) for x in shapes if x.dtype == torch.float32)
     elif part == "megatron":
         yield from (megatron.report(shape, rounds, profile) for shape in shapes)
     elif part == "shared":

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penteract.grid import Grid
 from penteract.mesh import Mesh, create_mesh
+from penteract.nn import grouped_mlp
 from penteract.parallel.expert import grouped
 from penteract.parallel.expert.dispatchers import Name, dispatcher_of
 from penteract.pending import Pending
@@ -44,7 +45,7 @@ class Watches:
     """Seconds of experts' products, and of awaiting messages."""
 
     def __init__(self) -> None:
-        self.products = Watch((grouped, "product"), (grouped, "write_product"))
+        self.products = Watch((grouped_mlp, "product"), (grouped, "write_product"))
         self.waiting = Watch((Pending, "wait"))
 
     def read(self) -> Tensor:

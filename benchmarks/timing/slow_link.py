@@ -13,11 +13,15 @@ from penteract.mesh import Traffic
 from penteract.pending import Pending
 
 
+SMALL_BYTES = 1024  # such messages travel between the packets of larger ones
+
+
 class Link:
     """A wire that carries one message at a time: `latency_s`, then `s_per_byte` for each byte."""
 
     s_per_byte = latency_s = 0.0
     free_at = 0.0  # when it will have delivered all that was given to it
+    due = 0.0  # when it will have delivered the last one
 
 
 def slow_down(link: Link) -> None:
@@ -28,7 +32,7 @@ def slow_down(link: Link) -> None:
         def __init__(self, works: Iterable[dist.Work], finish: Callable[[], Tensor]) -> None:
             works = tuple(works)
             super().__init__(works, finish)
-            self.due = link.free_at if works else 0.0
+            self.due = link.due if works else 0.0
 
         def wait(self) -> Tensor:
             result = super().wait()
@@ -37,8 +41,10 @@ def slow_down(link: Link) -> None:
 
     def counted(traffic: Traffic, call: str, sent_bytes: int) -> None:  # just before it is sent
         add(traffic, call, sent_bytes)
-        carry_s = link.latency_s + link.s_per_byte * sent_bytes
-        link.free_at = max(link.free_at, time.perf_counter()) + carry_s
+        now = time.perf_counter()
+        begins = now if sent_bytes < SMALL_BYTES else max(link.free_at, now)
+        link.due = begins + link.latency_s + link.s_per_byte * sent_bytes
+        link.free_at = max(link.free_at, link.due)
 
     wire.Pending = Slowed  # type: ignore[misc]
     Traffic.add = counted  # type: ignore[assignment]
