@@ -12,7 +12,6 @@ from penteract import wire
 from penteract.mesh import Traffic
 from penteract.pending import Pending
 
-
 SMALL_BYTES = 1024  # such messages travel between the packets of larger ones
 
 
