@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from penteract import options
 from penteract.errors import UserError
-from penteract.launch import die_with_parent, environment, report_failure, start_local
+from penteract.launch import die_with_parent, environment, report_failure
+from penteract.local_ranks import Restarts, start_local
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,6 @@ def _verdict(error: Exception) -> tuple[int, str]:
 def train(arguments: argparse.Namespace) -> int:
     """Train a model."""
     from penteract.config_file import help_text, to_toml
-    from penteract.train.pipeline import check
 
     if arguments.help:
         print(f"{arguments.parser.format_help()}\nEvery key of the file is an option too.\n")
@@ -93,6 +93,10 @@ def train(arguments: argparse.Namespace) -> int:
         raise UserError("--world and --rank are for --dry-run")
     if arguments.dry_run and arguments.nproc is not None:
         raise UserError("--dry-run is one process: give --world, not --nproc")
+    if arguments.max_restarts and arguments.nproc is None:
+        raise UserError("--max-restarts is for --nproc; torchrun has its own")
+    if arguments.nproc is not None and len(arguments.nproc) > 1 and not arguments.max_restarts:
+        raise UserError("--nproc MIN:MAX needs --max-restarts: it begins with MAX ranks")
     config = _load(arguments)
     if arguments.print_config:
         from penteract.train.language_model import with_vocabulary
@@ -102,9 +106,28 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(config, arguments.world or 1, arguments.rank or 0)
     if arguments.nproc is not None:
-        check(config, arguments.nproc)
-        return start_local(arguments.nproc, _without_nproc(arguments.argv))
+        return _train_local(config, arguments)
     return _train_rank(config)
+
+
+def _train_local(config: Config, arguments: argparse.Namespace) -> int:
+    from penteract.checkpoint.steps import steps
+    from penteract.train.pipeline import fitted
+
+    least, most = arguments.nproc[0], arguments.nproc[-1]
+    fitted(config, most)
+    assert config.checkpoint.dir is not None
+    directory, counts = config.checkpoint.dir, []
+    for n in reversed(range(least, most)):
+        with contextlib.suppress(UserError):
+            fitted(config, n)
+            counts.append(n)
+
+    def newest() -> int | None:
+        return max((number for number, _ in steps(directory)), default=None)
+
+    restarts = Restarts(arguments.max_restarts, newest, counts)
+    return start_local(most, _for_ranks(arguments.argv), restarts=restarts)
 
 
 def _load(arguments: argparse.Namespace) -> Config:
@@ -119,11 +142,13 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 def _train_rank(config: Config) -> int:
     from penteract.launch import connect
-    from penteract.train.pipeline import check
+    from penteract.train.pipeline import fitted
     from penteract.train.signals import StopRequest
 
     launch = environment()
-    check(config, launch.world)
+    config, chosen = fitted(config, launch.world)
+    if chosen and launch.rank == 0:
+        print(chosen, file=sys.stderr, flush=True)
     with StopRequest(config.train.max_minutes) as stop:
         from penteract.mesh import create_mesh
         from penteract.train.language_model import language_model
@@ -156,13 +181,13 @@ def _grid(config: Config, world: int) -> Any:
     return Grid(world, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp, order=p.order)
 
 
-def _without_nproc(argv: Sequence[str]) -> list[str]:
-    """The command line of the ranks: that of the launcher without --nproc."""
-    kept, skip = [], False
+def _for_ranks(argv: Sequence[str]) -> list[str]:
+    """The command line of the ranks: that of the launcher without what says how to start them."""
+    kept, skip, ours = [], False, ("--nproc", "--max-restarts")
     for word in argv:
-        if not skip and word != "--nproc" and not word.startswith("--nproc="):
+        if not skip and word not in ours and not word.startswith(tuple(f"{o}=" for o in ours)):
             kept.append(word)
-        skip = not skip and word == "--nproc"
+        skip = not skip and word in ours
     return kept
 
 
@@ -323,7 +348,7 @@ def generate(arguments: argparse.Namespace) -> int:
     from penteract.nn.generate import Sampling, generate
 
     if arguments.nproc is not None:
-        return start_local(arguments.nproc, _without_nproc(arguments.argv))
+        return start_local(arguments.nproc, _for_ranks(arguments.argv))
     path, launch = find_step(arguments.checkpoint), environment()
     model, config, state, device = _loaded(path, launch)
     spec = arguments.tokenizer or config.data.tokenizer

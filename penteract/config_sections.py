@@ -199,6 +199,9 @@ class ParallelConfig:
     """Send input gradients while weight gradients are computed."""
     vocab_multiple: Count = Field(default=1, examples=[1, 4])
     """Pad each tensor rank's rows of the vocabulary to a multiple of this."""
+    allowed: tuple[dict[str, bool | int | str], ...] = ()
+    """Layouts to choose from, [{tp = 2, pp = 2}, {tp = 2}, {}]: a run takes the first that fits the
+    number of ranks it has. Sizes that one does not name are 1, other keys as in this section."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

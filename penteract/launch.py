@@ -1,10 +1,9 @@
-"""Where a process learns which rank it is, and where local ranks are started.
+"""Where a process learns which rank it is, meets the others, and says why it fails.
 
-With `cli.py` this is the only file that reads the environment. A rank is described by torchrun's
-variables, by SLURM's, or by nothing (one process). `start_local` starts ranks through torch's
-elastic agent; a rank that it started calls `die_with_parent()` first thing and hands a failure to
-`report_failure`, so that the launcher shows the first one, once. torch is imported inside the
-functions that need it: it takes seconds, and a rank must tie itself to its launcher before that.
+A rank is described by torchrun's variables, by SLURM's, or by nothing (one process). One that
+`local_ranks` started calls `die_with_parent()` first thing and hands a failure to `report_failure`,
+so that the launcher shows the first one, once. torch is imported inside the functions that need it:
+it takes seconds, and a rank must tie itself to its launcher before that.
 """
 
 from __future__ import annotations
@@ -12,34 +11,25 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
-import logging
 import os
 import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from penteract.errors import UserError
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     import torch
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 LAUNCHER_PID = "PENTERACT_LAUNCHER_PID"  # set by start_local for its ranks
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's elastic agent for its ranks
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -222,183 +212,3 @@ def report_failure(text: str) -> None:
             json.dump({"message": {"message": last_line, "extraInfo": extra}}, file)
     if not path or LAUNCHER_PID not in os.environ:
         print(text.rstrip(), file=sys.stderr, flush=True)
-
-
-def start_local(
-    nproc: int,
-    argv: Sequence[str],
-    *,
-    command: Sequence[str] = ("-m", "penteract"),
-    grace_s: float = 300.0,
-) -> int:
-    """Run `nproc` local ranks of `python -m penteract ARGV`; return 0 or the first failure's code.
-
-    The first SIGTERM, SIGINT, SIGHUP or SIGUSR1 is passed on, and the ranks have `grace_s` seconds
-    to finish the step, save and exit; a second one ends everything now. A rank ended by a signal
-    gives 1. `command` replaces `-m penteract`. Prints the first failing rank's report, once. Raises
-    SystemExit(2) where a launcher has already started this process, or `nproc` is below 1.
-    """
-    for name in ("RANK", "SLURM_PROCID"):
-        if name in os.environ:
-            _refuse(f"--nproc {nproc}: {name} is set, so a launcher started this process already")
-    if nproc < 1:
-        _refuse(f"--nproc {nproc}: at least 1 rank")
-    # The agent would stop the ranks itself at a signal, after 30 s by force: it is given none.
-    variables = {LAUNCHER_PID: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
-    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="penteract-") as folder, _variables(variables):
-        agent = _local_agent(nproc, [*command, *argv], folder)
-        stop = _Stop(agent, grace_s)
-        with _handling(stop):
-            failures = agent.run().failures
-    # A rank listens for signals from its first moments on; what dies before has nothing to save.
-    early = {-stop.number, -signal.SIGTERM} if stop.number else set()
-    if all(failure.exitcode in early for failure in failures.values()):
-        return 0
-    if stop.end_reason:
-        print(stop.end_reason, file=sys.stderr, flush=True)
-        return 1
-    return _explain(failures, nproc)
-
-
-def _refuse(message: str) -> NoReturn:
-    print(message, file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-def _local_agent(nproc: int, arguments: Sequence[str], folder: str) -> LocalElasticAgent:
-    """torch's elastic agent for one node, meeting on a free port, without restarts."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    meeting = RendezvousParameters(
-        backend="c10d",
-        endpoint="localhost:0",
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="localhost",
-    )
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=nproc,
-        rdzv_handler=get_rendezvous_handler(meeting),
-        entrypoint=sys.executable,
-        args=tuple(arguments),
-        max_restarts=0,
-        local_addr="localhost",
-    )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
-
-
-class _Stop:
-    """The launcher's signal handler: passes the first signal on, ends the ranks at the second."""
-
-    def __init__(self, agent: LocalElasticAgent, grace_s: float) -> None:
-        self.agent = agent
-        self.grace_s = grace_s
-        self.first_at: float | None = None
-        self.number = 0  # the signal that was passed on
-        self.end_reason = ""
-        self.timer = threading.Timer(grace_s, self.time_is_up)
-        self.timer.daemon = True
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.first_at is None:
-            self.first_at, self.number = time.monotonic(), number
-            self.pass_on(number)
-            self.timer.start()
-        # Some senders, `timeout` for one, signal both a process and its group: one request.
-        elif time.monotonic() - self.first_at > 1.0:
-            if not self.pids():
-                raise SystemExit(1)
-            self.end(f"ended at once by a second signal, {signal.Signals(number).name}")
-
-    def pass_on(self, number: int) -> None:
-        if not self.pids():  # still starting: a little later
-            later = threading.Timer(0.1, self.pass_on, (number,))
-            later.daemon = True
-            later.start()
-        for pid in self.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def pids(self) -> list[int]:
-        workers = self.agent.get_worker_group().workers
-        return [worker.id for worker in workers if worker.id is not None]
-
-    def time_is_up(self) -> None:
-        self.end(f"the ranks did not stop within {self.grace_s:g} s of a signal: ended")
-
-    def end(self, reason: str) -> None:
-        self.end_reason = reason
-        for pid in self.pids():  # each rank leads a process group of its own
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-
-
-@contextmanager
-def _handling(stop: _Stop) -> Iterator[None]:
-    """Install `stop` for the forwarded signals and silence torch's logs, for a while."""
-    before = {number: signal.signal(number, stop) for number in FORWARDED}
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-        stop.timer.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        stop.agent.get_worker_group().spec.rdzv_handler.shutdown()
-
-
-@contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the ranks to inherit, for a while."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _explain(failures: Mapping[int, ProcessFailure], nproc: int) -> int:
-    """Print the first failure's report and return its exit code; 1 for a rank ended by a signal."""
-    rank = min(failures, key=lambda r: _failed_at(failures[r]))
-    code = failures[rank].exitcode
-    report = _report(failures[rank]).get("py_callstack", "").rstrip()
-    if code < 0:
-        headline = f"rank {rank} of {nproc} was ended by {failures[rank].signal_name()}"
-    else:
-        headline = f"rank {rank} of {nproc} failed with exit code {code}"
-    if report:  # a user's error, code 2, is one clear message that needs no headline
-        headline = report if code == 2 else f"{headline}:\n{report}"
-    print(headline, file=sys.stderr, flush=True)
-    return code if code > 0 else 1
-
-
-def _report(failure: ProcessFailure) -> dict[str, Any]:
-    """What the rank handed to `report_failure`, or nothing."""
-    message = failure.error_file_data.get("message")
-    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
-
-
-def _failed_at(failure: ProcessFailure) -> float:
-    """When a rank failed, seconds since the epoch.
-
-    A rank that died without a report is noticed a little after its peers report their broken
-    connections, and it is the cause: it gets a head start. Unless SIGTERM ended it, which is how
-    the agent ends the peers of a failed rank.
-    """
-    report = _report(failure)
-    if "time_ns" in report:
-        return float(report["time_ns"]) / 1e9
-    return failure.timestamp - (0.0 if failure.exitcode == -signal.SIGTERM else 5.0)

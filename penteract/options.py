@@ -54,11 +54,28 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _range(text: str) -> tuple[int, ...]:
+    """N, or MIN:MAX."""
+    found = tuple(_positive(part) for part in text.split(":"))
+    if len(found) > 2 or list(found) != sorted(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not N or MIN:MAX")
+    return found
+
+
 def _add_train(commands: Any, run: Command) -> None:
     example = "penteract train configs/demo.toml --nproc 2 --train.steps 100"
     p = _command(commands, "train", run, example, add_help=False, usage=WITH_CONFIG)
     p.add_argument("-h", "--help", action="store_true", help="show this, and every key")
-    p.add_argument("--nproc", type=_positive, metavar="N", help="start N local ranks")
+    p.add_argument(
+        "--nproc", type=_range, metavar="N", help="start N local ranks; MIN:MAX with restarts"
+    )
+    p.add_argument(
+        "--max-restarts",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="start ranks that failed again from the newest checkpoint, N times without a new one",
+    )
     p.add_argument("--print-config", action="store_true", help="print the resolved TOML and stop")
     p.add_argument(
         "--dry-run", action="store_true", help="one step on shapes alone, as any rank of any world"

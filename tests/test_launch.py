@@ -22,8 +22,8 @@ from penteract.launch import (
     environment,
     first_host,
     report_failure,
-    start_local,
 )
+from penteract.local_ranks import start_local
 from penteract.testing import run_ranks
 
 TORCHRUN = {

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from penteract.launch import LAUNCHER_PID, start_local
+from penteract.launch import LAUNCHER_PID
+from penteract.local_ranks import Restarts, start_local
 
 # The scripts import nothing of torch's, unless they need it, so that they start in no time.
 
@@ -30,7 +31,15 @@ def wait_for_signal():
 """
 
 
-def start(folder: Path, command: list[str], grace_s: float) -> None:
+def steps_of(folder: Path) -> int | None:
+    """What stands for the newest checkpoint."""
+    path = folder / "step"
+    return int(path.read_text()) if path.exists() else None
+
+
+def start(
+    folder: Path, command: list[str], grace_s: float, nproc: int, most: int, counts: list[int]
+) -> None:
     """The launcher's process: leads a process group and exits with `start_local`'s code."""
     os.setpgid(0, 0)
     with open(folder / "stderr", "wb") as file:
@@ -38,30 +47,40 @@ def start(folder: Path, command: list[str], grace_s: float) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMP_NUM_THREADS", LAUNCHER_PID):
         os.environ.pop(name, None)
     before = (dict(os.environ), signal.getsignal(signal.SIGTERM))
-    code = start_local(2, [str(folder), "a b"], command=command, grace_s=grace_s)
+    restarts = Restarts(most, lambda: steps_of(folder), counts)
+    words = [str(folder), "a b"]
+    code = start_local(nproc, words, command=command, grace_s=grace_s, restarts=restarts)
     assert before == (dict(os.environ), signal.getsignal(signal.SIGTERM))
     os._exit(code)
 
 
 class Launcher:
-    """A process that runs two ranks of a script with `start_local`."""
+    """A process that runs ranks of a script with `start_local`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         # The server is a clean process, whatever threads the tests have, with torch in memory.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(
-            ["penteract.launch", "torch.distributed.elastic.agent.server.local_elastic_agent"]
+            ["penteract.local_ranks", "torch.distributed.elastic.agent.server.local_elastic_agent"]
         )
 
-    def start(self, body: str, grace_s: float = 60.0) -> None:
+    def start(
+        self,
+        body: str,
+        grace_s: float = 60.0,
+        *,
+        nproc: int = 2,
+        most: int = 0,
+        counts: tuple[int, ...] = (),
+    ) -> None:
         script = self.folder / "rank.py"
         script.write_text(RANK_SCRIPT + body)
         self.process = self.context.Process(
-            target=start, args=(self.folder, [str(script)], grace_s)
+            target=start, args=(self.folder, [str(script)], grace_s, nproc, most, [*counts])
         )
         self.process.start()
-        wait_until(lambda: len(pids_in(self.folder)) == 2)
+        wait_until(lambda: len(pids_in(self.folder)) == nproc)
         assert self.process.pid is not None
         self.pid = self.process.pid
 
@@ -69,8 +88,8 @@ class Launcher:
         self.process.join(30)
         return self.process.exitcode
 
-    def run(self, body: str) -> int | None:
-        self.start(body)
+    def run(self, body: str, **options: Any) -> int | None:
+        self.start(body, **options)
         return self.code()
 
     def stderr(self) -> str:
@@ -268,3 +287,63 @@ def test_no_thread_of_the_group_outlives_the_interpreter(
     """One that lets go of a tensor later aborts the process, now and then, after all is saved."""
     assert launcher.run(ENDING) == 0
     assert [(tmp_path / f"end{r}").read_text() for r in (0, 1)] == ["", ""]
+
+
+# Rank 1 fails in each of the first FAILURES starts; each start but those at FROZEN gets a step on.
+RESTARTED = """
+tries = here / f"tries{rank}"; n = int(tries.read_text()) + 1 if tries.exists() else 1
+tries.write_text(str(n)); world = os.environ["WORLD_SIZE"]
+(here / f"worlds{rank}").open("a").write(world)
+if rank == 1 and n not in FROZEN: (here / "step").write_text(str(n))
+if rank == 1 and n <= FAILURES: os._exit(3)
+if n <= FAILURES: wait_for_signal(); sys.exit(1)
+"""
+
+
+def body(failures: int, frozen: tuple[int, ...] = ()) -> str:
+    return RESTARTED.replace("FAILURES", str(failures)).replace("FROZEN", str(frozen))
+
+
+def test_ranks_that_fail_are_started_again(launcher: Launcher) -> None:
+    """Each start got further, so none counts."""
+    assert launcher.run(body(3), most=1) == 0
+    lines = launcher.stderr().splitlines()
+    assert lines == [
+        line
+        for n in (1, 2, 3)
+        for line in ("rank 1 of 2 failed with exit code 3", f"starting 2 ranks again from step {n}")
+    ]
+
+
+def test_a_loop_that_gets_no_further_ends(launcher: Launcher) -> None:
+    assert launcher.run(body(9, (1, 3, 4, 5, 6, 7, 8, 9)), most=2) == 3
+    said = launcher.stderr().splitlines()[1::2]
+    assert said == [
+        "starting 2 ranks again from the start", "starting 2 ranks again from step 2",
+        "starting 2 ranks again from step 2", "starting 2 ranks again from step 2",
+        "given up: 3 failures in a row from step 2",
+    ]  # fmt: skip
+
+
+def test_fewer_ranks_are_started_where_as_many_get_no_further(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """The first failure has a new step behind it and changes nothing."""
+    assert launcher.run(body(4, (2, 4)), nproc=5, most=2, counts=(4, 2)) == 0
+    assert (tmp_path / "worlds1").read_text() == "55442"
+
+
+@pytest.mark.parametrize("code", [2, 4])
+def test_what_would_fail_alike_is_not_started_again(launcher: Launcher, code: int) -> None:
+    script = f"if rank == 1: os._exit({code})\nwait_for_signal()"
+    assert launcher.run(script, most=3) == code
+    assert "again" not in launcher.stderr()
+
+
+def test_a_signal_ends_the_restarts_too(launcher: Launcher, tmp_path: Path) -> None:
+    script = "(here / 'ready').touch()\nwait_for_signal(); os._exit(1)"
+    launcher.start(script, most=9)
+    wait_until((tmp_path / "ready").exists)
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.code() == 1
+    assert "again" not in launcher.stderr()

@@ -8,16 +8,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from penteract.config import Config, ConfigError, check_world
+from penteract.config import Config, ConfigError, check_world, resolve
+from penteract.config_file import from_dict, to_dict
 from penteract.data.loader import micro_batches
+from penteract.errors import UserError
 from penteract.families import model_spec
-from penteract.layout_rules import check_chunks
+from penteract.layout_rules import SIZES, check_chunks
 from penteract.nn.flops import layer_flops
 from penteract.parallel.pipeline.actions import Schedule
 from penteract.parallel.pipeline.schedules import SCHEDULES, from_json, schedule
@@ -91,6 +95,41 @@ def _table(path: Path, ranks: int, chunks: int | None) -> Schedule:
             f"parallel.pp = {ranks}{asked}"
         )
     return table
+
+
+def in_layout(config: Config, keys: Mapping[str, Any]) -> Config:
+    """`config` with these of [parallel]; sizes that are not among them are 1. Raises UserError."""
+    values = to_dict(config)
+    kept = {k: v for k, v in values["parallel"].items() if k not in SIZES}
+    values["parallel"] = {**kept, **keys}
+    try:
+        return resolve(from_dict(values))
+    except UserError as error:
+        raise ConfigError(str(error).replace("saved configuration: ", "")) from None
+
+
+def fitted(config: Config, world: int) -> tuple[Config, str]:
+    """`config` in the first layout of `parallel.allowed` that fits `world` ranks, and which it is;
+    where none is listed, itself and nothing. Raises UserError where nothing fits.
+    """
+    allowed, reasons = config.parallel.allowed, list[str]()
+    for i, keys in enumerate(allowed, 1):
+        named = ", ".join(f"{k} = {json.dumps(v)}" for k, v in keys.items()) or "nothing split"
+        try:
+            made = in_layout(config, keys)
+        except UserError as error:
+            raise ConfigError(f"parallel.allowed, layout {i} ({named}): {error}") from None
+        try:
+            check(made, world)
+        except UserError as error:
+            reasons.append(f"  {named}: {error}")
+            continue
+        return made, f"{world} ranks: layout {i} of {len(allowed)} of parallel.allowed, {named}"
+    if reasons:
+        said = "\n".join(reasons)
+        raise ConfigError(f"parallel.allowed: no layout fits {world} ranks:\n{said}")
+    check(config, world)
+    return config, ""
 
 
 def check(config: Config, world: int) -> None:

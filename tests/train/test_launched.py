@@ -169,7 +169,7 @@ raise SystemExit(main(sys.argv[1:]))
 """
 LAUNCHER = """
 import sys
-from penteract.launch import start_local
+from penteract.local_ranks import start_local
 raise SystemExit(start_local(2, sys.argv[2:], command=[sys.argv[1]]))
 """
 
