@@ -155,11 +155,16 @@ def _train_rank(config: Config) -> int:
         from penteract.train.loop import train as train_loop
 
         with stop.released():
-            device = connect(launch, device=config.train.device)
+            device = connect(launch, device=config.train.device, timeout_s=_patience_s(config))
         mesh = create_mesh(_grid(config, launch.world), launch.rank)
         task, config = language_model(config, mesh, device)
-        train_loop(task, config, mesh, device, stop=stop)
+        train_loop(task, config, mesh, device, stop=stop, report=report_failure)
     return 0
+
+
+def _patience_s(config: Config) -> float:
+    """How long a rank waits for a message: longer than the watchdog, which says more."""
+    return max(600.0, 60 * config.train.hang_minutes + 120)
 
 
 def _dry_run(config: Config, world: int, rank: int) -> int:

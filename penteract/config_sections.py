@@ -337,6 +337,9 @@ class TrainConfig:
     """Share of the training loss that is spread evenly over the vocabulary."""
     z_loss: Annotated[Real, Field(ge=0)] = Field(default=0.0, examples=[0.0, 1e-3])
     """Weight of the squared log-sum-exp of the logits in training; not part of the logged loss."""
+    hang_minutes: Annotated[Real, Field(ge=0)] = 10.0
+    """End a rank, with exit code 3 and its stacks, that has got no further for so many minutes: no
+    action, message or phase (such as a save) has begun. 0 never does."""
     max_minutes: Positive | None = None
     """Save and stop, with exit code 0, after so many minutes."""
 

@@ -199,14 +199,16 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def report_failure(text: str) -> None:
+def report_failure(text: str, **facts: float) -> None:
     """Say once why this rank fails: a traceback, or one line for a user's error.
 
-    Goes to standard error, but under `start_local` to the launcher, which shows the first rank's.
+    Goes to standard error, but under `start_local` to the launcher, which shows the first rank's
+    and gets the `facts` too.
     """
     path = os.environ.get(ERROR_FILE)
     if path:  # the form that torch's elastic agents, ours or torchrun's, read
-        extra = {"py_callstack": text, "timestamp": int(time.time()), "time_ns": time.time_ns()}
+        times = {"timestamp": int(time.time()), "time_ns": time.time_ns()}
+        extra = {"py_callstack": text, **times, **facts}
         last_line = text.strip().rpartition("\n")[2]
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": last_line, "extraInfo": extra}}, file)

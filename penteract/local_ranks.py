@@ -7,6 +7,7 @@ allowed and as many as before get no further. torch is imported inside the funct
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penteract.launch import LAUNCHER_PID
@@ -93,6 +95,7 @@ def _run(nproc: int, words: Sequence[str], stop: _Stop) -> int:
         finally:
             stop.agent = None
             agent.get_worker_group().spec.rdzv_handler.shutdown()
+        hangs = _hangs(Path(folder))
     # A rank listens for signals from its first moments on; what dies before has nothing to save.
     early = {-stop.number, -signal.SIGTERM} if stop.number else set()
     if all(failure.exitcode in early for failure in failures.values()):
@@ -100,7 +103,21 @@ def _run(nproc: int, words: Sequence[str], stop: _Stop) -> int:
     if stop.end_reason:
         _say(stop.end_reason)
         return 1
+    if hangs and any(failure.exitcode == 3 for failure in failures.values()):
+        _say("\n".join(text.partition("\n")[0] for text in hangs))
+        _say(f"the one that was silent first:\n{hangs[0].rstrip()}")
+        return 3
     return _explain(failures, nproc)
+
+
+def _hangs(folder: Path) -> list[str]:
+    """What ranks have said of a hang, the one that sent nothing for longest first."""
+    found = []
+    for path in folder.rglob("error.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            extra = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
+            found.append((extra["sent_at"], extra["py_callstack"]))
+    return [text for _, text in sorted(found)]
 
 
 def _from(step: int | None) -> str:

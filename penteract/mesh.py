@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,8 +28,10 @@ class Traffic:
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
+        self.last, self.at = "", 0.0  # the last call, and when on the monotonic clock
 
     def add(self, call: str, sent_bytes: int) -> None:
+        self.last, self.at = call, time.monotonic()
         self.calls[call] = self.calls.get(call, 0) + 1
         self.bytes[call] = self.bytes.get(call, 0) + sent_bytes
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,12 +12,13 @@ import torch
 from penteract.checkpoint.io import agreed, find_step, lock, newest, retain
 from penteract.config import Config
 from penteract.config_file import to_toml
-from penteract.mesh import Mesh
+from penteract.mesh import Mesh, Traffic
 from penteract.parallel.pipeline.trace import Row, write_trace
 from penteract.train.metrics import Metrics
 from penteract.train.run import Run
 from penteract.train.signals import StopRequest
 from penteract.train.task import Task
+from penteract.train.watchdog import Watchdog
 
 
 def train(
@@ -26,11 +28,13 @@ def train(
     device: torch.device,
     *,
     stop: StopRequest | None = None,
+    report: Callable[..., None] | None = None,
 ) -> None:
     """Train `task` from where its checkpoint directory stands to `train.steps`.
 
     Returns once everything is saved, also after a signal or `train.max_minutes`. It listens for
-    signals itself unless `stop`, which does already, is given. Raises NonFiniteError,
+    signals itself unless `stop`, which does already, is given. `report(text, **facts)` gets what a
+    rank that hangs says before it ends, instead of standard error. Raises NonFiniteError,
     CheckpointError, and ConfigError where the directory holds another run.
     """
     assert config.checkpoint.dir is not None
@@ -44,6 +48,7 @@ def train(
         metrics = agreed(world, lambda: _open_metrics(config, active=rank0))
         stack.callback(metrics.close)
         run = Run(task, config, mesh, device)
+        stack.enter_context(_watchdog(run, report or _print))
         for note in task.notes:
             metrics.say(note)
         found = newest(checkpoints, axis=world)
@@ -70,6 +75,22 @@ def train(
             _save(run, checkpoints, metrics)
         if run.step < steps:
             metrics.say(f"stopped at step {run.step} of {steps} ({stop.reason or 'another rank'})")
+
+
+def _print(text: str, **facts: float) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _watchdog(run: Run, report: Callable[..., None]) -> Watchdog:
+    """It sees every axis of the mesh, and the channels between stages."""
+
+    def axes() -> list[tuple[str, Traffic]]:
+        every = [*run.mesh.axes.values(), *run.executor.channels.values()]
+        return [(axis.name, axis.traffic) for axis in every]
+
+    limit_s = 60 * run.config.train.hang_minutes
+    rank, world = run.mesh.rank, run.mesh.grid.world
+    return Watchdog(run.activity, axes, rank=rank, world=world, limit_s=limit_s, report=report)
 
 
 def _open_metrics(config: Config, *, active: bool) -> Metrics:
@@ -110,6 +131,7 @@ def _write_trace(run: Run, rows: Sequence[Row], metrics: Metrics) -> None:
 
 
 def _save(run: Run, checkpoints: Path, metrics: Metrics) -> int:
+    run.activity.now("saving")
     path = run.save(checkpoints)
     if run.mesh.rank == 0:
         retain(checkpoints, run.config.checkpoint.keep)

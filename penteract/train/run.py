@@ -50,6 +50,7 @@ from penteract.train.saved_state import (
     start_state,
 )
 from penteract.train.task import Task
+from penteract.train.watchdog import Activity
 
 
 def sharding_of(config: Config, mesh: Mesh) -> tuple[Sharding, Sharding | None]:
@@ -81,6 +82,7 @@ class Run:
         on_gradients: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.on_gradients = on_gradients  # called in an update before gradients are clipped
+        self.activity = Activity()
         self.task, self.config, self.mesh, self.device, self.read = task, config, mesh, device, read
         self.axis, seed, pipeline = mesh.axis("dp-cp"), config.train.seed, task.pipeline
         self._check_pipeline()
@@ -134,7 +136,7 @@ class Run:
         )
         for channel in channels.values():
             meet(channel, self.device)
-        return Executor(pp.rank, channels, self.device, self.task.pipeline.turns)
+        return Executor(pp.rank, channels, self.device, self.task.pipeline.turns, self.activity.now)
 
     def _check_rules(self) -> None:
         """Raise ConfigError on all ranks where a user's rule matches no tensor of the model."""
@@ -153,10 +155,12 @@ class Run:
     def update(self) -> dict[str, Any]:
         """Do one update; its line of metrics. Raises NonFiniteError on every rank alike."""
         began = time.perf_counter()
-        step = self.step + 1
+        self.activity.step = step = self.step + 1
+        self.activity.now("reading samples")
         batches = self.task.batches(step)
         loaded = time.perf_counter()
         parts = self._gradients(step, batches)
+        self.activity.now("the update")
         parts |= self._auxiliary()
         self.on_gradients(self)
         computed = time.perf_counter()

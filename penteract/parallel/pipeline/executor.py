@@ -86,6 +86,7 @@ class Executor:
     channels: Mapping[tuple[int, int], Axis]
     device: torch.device
     turns: Turns | None = None  # that the two actions of a pair take; None: one after the other
+    note: Callable[[Action], None] = lambda action: None  # called when an action begins
 
     def run(
         self,
@@ -130,7 +131,7 @@ class _Run:
         gradients: Gradients | None,
     ) -> None:
         self.rank, self.channels, self.device = executor.rank, executor.channels, executor.device
-        self.turns = executor.turns
+        self.turns, self.note = executor.turns, executor.note
         self.forward, self.boundary, self.gradients = forward, boundary, gradients
         self.last: dict[int, Action] = {}
         self.totals: dict[str, Tensor] = {}
@@ -237,6 +238,7 @@ class _Run:
 
     def _do(self, action: Action) -> Tensor | None:
         """What the next stage, or the one before, is to get."""
+        self.note(action)
         if action.kind == "F":
             return self._forward(action)
         if action.kind == "W":

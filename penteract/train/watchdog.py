@@ -1,0 +1,91 @@
+"""A rank that gets no further says where it is, and ends with exit code 3.
+
+It gets further with every phase or action that begins and every message that it starts. A thread
+looks; where nothing has happened for the limit it writes down what was last and the stacks of all
+threads. Ranks that wait for a peer which hangs find out at the same time, so the one that sent
+nothing for longest is where to look.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from penteract.mesh import Traffic
+
+EXIT_CODE = 3
+TOGETHER_S = 3.0  # peers that hang with this rank have so long to say so too
+
+
+class Activity:
+    """What a rank did last, and when; written by whoever does it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.what: object = "starting"
+        self.at = time.monotonic()
+
+    def now(self, what: object) -> None:
+        """`what` begins; it is shown as text where that is needed."""
+        self.what, self.at = what, time.monotonic()
+
+
+class Watchdog(AbstractContextManager["Watchdog"]):
+    """Watches this rank for the length of a `with`, unless `limit_s` is 0."""
+
+    def __init__(
+        self,
+        activity: Activity,
+        axes: Callable[[], Iterable[tuple[str, Traffic]]],
+        *,
+        rank: int,
+        world: int,
+        limit_s: float,
+        report: Callable[..., Any],
+    ) -> None:
+        """`report(text, **facts)` hands the report on; `axes` are all that messages go over."""
+        self.activity, self.axes, self.limit_s, self.report = activity, axes, limit_s, report
+        self.place = f"rank {rank} of {world} on {socket.gethostname()}"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self.limit_s:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self.limit_s / 4)):
+            axis, traffic = self._last_message()
+            silent_s = time.monotonic() - max(self.activity.at, traffic.at)
+            if silent_s > self.limit_s:
+                self.report(self._text(silent_s, axis, traffic), sent_at=traffic.at)
+                time.sleep(TOGETHER_S)
+                os._exit(EXIT_CODE)
+
+    def _last_message(self) -> tuple[str, Traffic]:
+        return max(self.axes(), key=lambda entry: entry[1].at, default=("", Traffic()))
+
+    def _text(self, silent_s: float, axis: str, traffic: Traffic) -> str:
+        message = "no message yet"
+        if traffic.at:
+            ago_s = time.monotonic() - traffic.at
+            message = f"its last message, {traffic.last} over {axis}, {ago_s:.0f} s ago"
+        head = (
+            f"{self.place}: no progress for {silent_s:.0f} s in step {self.activity.step}, "
+            f"{self.activity.what}; {message}"
+        )
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            return f"{head}\n{file.read()}"
