@@ -69,9 +69,12 @@ def _verdict(error: Exception) -> tuple[int, str]:
         return 2, f"penteract: {error.filename}: {error.strerror}"
     from penteract.parallel.pipeline.executor import StalledError
     from penteract.train.nonfinite import NonFiniteError
+    from penteract.train.rerun import HardwareError
 
     if isinstance(error, NonFiniteError):
         return 1, f"penteract: {error}"
+    if isinstance(error, HardwareError):
+        return 4, f"penteract: {error}"
     if isinstance(error, StalledError):
         return 3, f"penteract: {error}"
     return 1, "".join(traceback.format_exception(error))

@@ -308,6 +308,20 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class InjectConfig:
+    """A fault to be planted, to see what a run does about it."""
+
+    step: Count
+    """In which step."""
+    rank: Natural = 0
+    """On which rank."""
+    kind: Literal["nan", "inf", "spike"] = "nan"
+    """What the rank's forwards are multiplied by: a NaN, infinity, or 1000."""
+    times: Natural = 1
+    """How often, reruns counted: 1 looks like hardware; 0 is always, like bad data."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainConfig:
     """Length, batch, precision."""
 
@@ -323,6 +337,14 @@ class TrainConfig:
     """Of weights and activations; 16-bit types keep float32 masters, float16 scales the loss."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """After a NaN or an infinity in loss or gradient: stop, or skip the update and go on."""
+    rerun: Literal["off", "nonfinite", "outliers"] = "nonfinite"
+    """Run a step again before anything is kept of it: where it is not finite, or an outlier too.
+    The same again is data or model, something else hardware: exit code 4 on a CPU or where torch is
+    deterministic."""
+    outlier: Positive = 8.0
+    """With rerun = outliers, how many standard deviations of the last 32 steps are too many."""
+    inject: tuple[InjectConfig, ...] = ()
+    """Tables [[train.inject]]: faults to be planted, to see what a run does about them."""
     max_skips: Natural = 20
     """Stop after so many skipped updates in a row."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -99,6 +99,7 @@ class Buffers:
         self._started = 0  # buckets whose reduction has begun in this backward
         self._reducing = self._last = False
         self._held: Held | None = None  # where weight gradients wait
+        self.on_own: Callable[[Tensor], None] = _ignore  # gets gradients before they are reduced
         order = declared_parameters(model)[::-1]  # the order in which backward completes them
         units = Units(model)
         kinds = lay_out(
@@ -283,6 +284,7 @@ class Buffers:
                     self._target(slot).zero_()
                     slot.fresh = False
             assert bucket.gradient is not None
+            self.on_own(bucket.gradient)
             sharding = bucket.kind.sharding
             pending = start_reduce_scatter_(bucket.gradient, sharding.shard)
             if sharding.stage >= 2:
@@ -339,6 +341,10 @@ class Buffers:
         target.copy_(gradient) if slot.fresh else target.add_(gradient)
         slot.fresh, slot.touched = False, True
         self.ready(parameter)
+
+
+def _ignore(gradient: Tensor) -> None:
+    """Whoever wants to see them sets `on_own`."""
 
 
 def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

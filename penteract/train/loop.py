@@ -60,6 +60,8 @@ def train(
         first = run.step + 1
         while run.step < steps and not stop.agreed(world, device):
             metrics.step(run.update())
+            if run.reported:
+                metrics.say(run.reported.said())
             if rows := run.traced():
                 _write_trace(run, rows, metrics)
             if run.step == first and (names := run.unreached()):

@@ -43,10 +43,12 @@ def explain(
     parameter: str | None,
     samples: Sequence[str],
     skipped: int,
+    again: str,
 ) -> str:
     """The message: numbers, where it began, what helps, and the samples of the step.
 
-    `skipped` updates in a row were not made, that of `step` the last of them.
+    `skipped` updates in a row were not made, that of `step` the last of them; `again` is what came
+    of running it again.
     """
     terms = ", ".join(f"{name} = {value}" for name, value in losses.items())
     where = f"; the first such gradient in backward: {parameter}" if parameter else ""
@@ -55,6 +57,6 @@ def explain(
     missed = "the update was" if skipped == 1 else f"{skipped} updates in a row were"
     listed = "".join(f"\n  {line}" for line in samples)
     return (
-        f"step {step}: {terms}, gradient norm = {norm}{where}; {missed} not made. A lower "
+        f"step {step}: {terms}, gradient norm = {norm}{where}; {missed} not made{again}. A lower "
         f"optim.lr, a longer optim.warmup or a look at the data may help. Samples:{listed}"
     )

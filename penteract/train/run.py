@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,19 @@ from penteract.train.loads import Loads
 from penteract.train.metrics import peak_memory_bytes
 from penteract.train.nonfinite import NonFiniteError, explain, first_parameter
 from penteract.train.pipeline import check_backend
+from penteract.train.rerun import (
+    Injected,
+    Outliers,
+    Report,
+    Seen,
+    add_bits,
+    blame,
+    differing,
+    first_module,
+    is_deterministic,
+    spoiled,
+    watching_modules,
+)
 from penteract.train.saved_state import (
     as_saved,
     check_same,
@@ -61,6 +75,26 @@ def sharding_of(config: Config, mesh: Mesh) -> tuple[Sharding, Sharding | None]:
     how = parallel.zero, parallel.replicas, parallel.dp_overlap, config.optim.offload
     dense = Sharding.over(mesh.axis("dp-cp"), *how)
     return dense, None if config.moe is None else Sharding.over(mesh.axis("edp"), *how)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a step came to, on the device."""
+
+    terms: dict[str, Tensor]
+    norm: Tensor
+    finite: Tensor
+    zeros: list[Tensor]  # how many gradient elements are exactly 0, where that is asked for
+
+
+@dataclass(frozen=True)
+class Found:
+    """The same, read; and whether the update is made."""
+
+    terms: dict[str, float]
+    norm: float
+    made: bool
+    zeros: list[float]
 
 
 def read_values(values: Sequence[Tensor]) -> list[float]:
@@ -109,6 +143,13 @@ class Run:
         self._check_rules()
         self.optimizer = build(self.buffers, config.optim, mesh.axes, seed=seed)
         self.loss_scale = LossScale.of(config.optim, config.train.dtype)
+        deviations = config.train.outlier if config.train.rerun == "outliers" else None
+        self.outliers = Outliers(deviations)
+        self.injected = Injected(config.train.inject, mesh.rank)
+        self.bits = torch.zeros((), dtype=torch.int64, device=device)  # of this rank's gradients
+        if config.train.rerun != "off":
+            self.buffers.on_own = functools.partial(add_bits, self.bits)
+        self.reported: Report | None = None  # of the last update, where it was run again
         self.step = self.tokens = self.skipped = 0
         self.unused: list[str] = []  # parameters that this rank's last step did not reach
         self.times: list[Timed] | None = None  # of the last step's actions, where it is traced
@@ -156,27 +197,25 @@ class Run:
         """Do one update; its line of metrics. Raises NonFiniteError on every rank alike."""
         began = time.perf_counter()
         self.activity.step = step = self.step + 1
+        self.reported = None
         self.activity.now("reading samples")
         batches = self.task.batches(step)
         loaded = time.perf_counter()
-        parts = self._gradients(step, batches)
-        self.activity.now("the update")
-        parts |= self._auxiliary()
-        self.on_gradients(self)
+        tried = self._try(step, batches)
         computed = time.perf_counter()
-        order = float(self.config.optim.clip_norm)
-        norm = gradient_norm(self.buffers, self.mesh.axes, order=order) / self.loss_scale.scale
-        lr = learning_rate(step, self.config.optim)
-        losses, finite = self._agreed(parts, norm)
-        zeros = [count_zeros(self.buffers, self.mesh.axes)] if self.config.log.zeros else []
-        coefficient = clip_coefficient(norm, self.config.optim.clip) / self.loss_scale.scale
-        # Where no update is made, gradients must stay as they are: `first_parameter` reads them.
-        self.optimizer.step(lr, torch.where(finite, coefficient, 1.0), ~finite)
-        norm_value, made, *values = self.read([norm, finite, *losses.values(), *zeros])
-        terms, skipped = dict(zip(losses, values, strict=False)), not made
-        extra = self._after(step, terms, norm_value, skipped=skipped)
-        if zeros:
-            extra["zero_gradients"] = int(values[-1])
+        loss_limit, norm_limit = self.outliers.limits()
+        lr, loss = learning_rate(step, self.config.optim), sum(tried.terms.values())
+        good = tried.finite & (loss <= loss_limit) & (tried.norm <= norm_limit)
+        self._apply(tried, lr, good)
+        found = self._read(tried, good)
+        if not found.made and self._is_to_rerun(found):
+            found = self._again(step, batches, lr, found)
+        skipped, norm_value = not found.made, found.norm
+        extra = self._after(step, found.terms, norm_value, skipped=skipped)
+        if found.made:
+            self.outliers.add(sum(found.terms.values()), norm_value)
+        if found.zeros:
+            extra["zero_gradients"] = int(found.zeros[0])
         if self.config.moe is not None and step % self.config.log.every == 0:
             extra["experts"] = self.loads.line()
         done = time.perf_counter()
@@ -189,7 +228,7 @@ class Run:
         wait_ms, compute_ms, update_ms = (round(1e3 * s, 3) for s in phases)
         return {
             "step": step,
-            **(dict.fromkeys(terms) if skipped else terms),
+            **(dict.fromkeys(found.terms) if skipped else found.terms),
             "grad_norm": None if skipped else norm_value,
             **extra,
             "lr": lr,
@@ -202,6 +241,59 @@ class Run:
             "compute_ms": compute_ms,  # forward, backward, what of the reduction is not hidden
             "update_ms": update_ms,  # norm, clipping, optimizer
         }
+
+    def _try(self, step: int, batches: Sequence[Any]) -> Tried:
+        """Losses and gradients of a step; nothing else is changed."""
+        self.bits.zero_()
+        parts = self._gradients(step, batches)
+        self.activity.now("the update")
+        parts |= self._auxiliary()
+        self.on_gradients(self)
+        order = float(self.config.optim.clip_norm)
+        norm = gradient_norm(self.buffers, self.mesh.axes, order=order) / self.loss_scale.scale
+        losses, finite = self._agreed(parts, norm)
+        zeros = [count_zeros(self.buffers, self.mesh.axes)] if self.config.log.zeros else []
+        return Tried(losses, norm, finite, zeros)
+
+    def _apply(self, tried: Tried, lr: float, good: Tensor) -> None:
+        """Update the masters where the step is good."""
+        clip = clip_coefficient(tried.norm, self.config.optim.clip) / self.loss_scale.scale
+        # Where no update is made, gradients must stay as they are: `first_parameter` reads them.
+        self.optimizer.step(lr, torch.where(good, clip, 1.0), ~good)
+
+    def _read(self, tried: Tried, good: Tensor) -> Found:
+        values = [tried.norm, good, *tried.terms.values(), *tried.zeros]
+        norm, made, *rest = self.read(values)
+        terms = dict(zip(tried.terms, rest, strict=False))
+        return Found(terms, norm, bool(made), rest[len(terms) :])
+
+    def _is_to_rerun(self, found: Found) -> bool:
+        """Too large a loss scale is no fault."""
+        scaled = self.loss_scale.dynamic and all(map(math.isfinite, found.terms.values()))
+        return self.config.train.rerun != "off" and not scaled
+
+    def _again(self, step: int, batches: Sequence[Any], lr: float, found: Found) -> Found:
+        """Run a bad step once more: what counts then. Raises HardwareError."""
+        first = Seen(found.terms, found.norm, int(self.bits))
+        tried = self._try(step, batches)
+        found = self._read(tried, tried.finite)
+        second = Seen(found.terms, found.norm, int(self.bits))
+        ranks = differing(first, second, self.mesh.axis("world"))
+        if ranks is not None and is_deterministic(self.device):
+            raise blame(step, first, second, ranks)
+        if found.made:
+            self._apply(tried, lr, tried.finite)
+        facts: dict[str, Any] = {"samples": self.task.describe(step)}
+        if not found.made:
+            facts["first_gradient"] = first_parameter(self.buffers, self.mesh.axis("world"))
+            with watching_modules(self.task.model) as names:
+                self._try(step, batches)
+            stage = self.task.pipeline.placement.index(self.mesh.axis("pp").rank)
+            facts["first_module"] = first_module(names, stage, self.mesh.axis("world"))
+        self.reported = Report(step, second, same=ranks is None, facts=facts)
+        if self.mesh.rank == 0:
+            self.reported.write(Path(self.config.log.dir))
+        return found
 
     def _after(
         self, step: int, terms: dict[str, float], norm: float, *, skipped: bool
@@ -217,7 +309,8 @@ class Run:
         if self.skipped > (train.max_skips if train.on_nonfinite == "skip" or scaled else 0):
             where = first_parameter(self.buffers, self.mesh.axis("world"))
             samples = self.task.describe(step)
-            raise NonFiniteError(explain(step, terms, norm, where, samples, self.skipped))
+            again = f"; {self.reported.again()}" if self.reported else ""
+            raise NonFiniteError(explain(step, terms, norm, where, samples, self.skipped, again))
         try:
             self.loss_scale.update(finite=not skipped)
         except LossScaleError as error:
@@ -239,9 +332,11 @@ class Run:
         scale, share = scales[0], scales[-1]
         dp = self.mesh.axis("dp")
 
+        factor = self.injected.begin(step)
+
         def forward(stage: int, i: int, stream: Tensor | None) -> Output:
             training = Training(self.config.train.seed, step, i * dp.size + dp.rank, share)
-            return self.task.forward(stage, batches[i], stream, scale, training)
+            return spoiled(self.task.forward(stage, batches[i], stream, scale, training), factor)
 
         def boundary(stage: int, i: int) -> Shape | None:
             return self.task.pipeline.boundary(stage, batches[i])
