@@ -68,7 +68,7 @@ def has_grouped_product(x: Tensor, weights: Tensor) -> bool:
     """Whether torch multiplies groups of rows by matrices of their own in one kernel, and faster.
 
     Its kernel for CUDA wants rows that begin at multiples of 16 bytes; on a CPU products one by
-    one are faster (`benchmarks/moe.py`).
+    one take as long (`benchmarks/moe.py`).
     """
     aligned = all(n * x.element_size() % 16 == 0 for n in weights.shape[1:])
     return x.is_cuda and aligned and x.dtype == torch.bfloat16
