@@ -83,7 +83,7 @@ class Tried:
 
     terms: dict[str, Tensor]
     norm: Tensor
-    finite: Tensor
+    good: Tensor  # on all ranks: finite, and the norm within its limit
     zeros: list[Tensor]  # how many gradient elements are exactly 0, where that is asked for
 
 
@@ -201,11 +201,11 @@ class Run:
         self.activity.now("reading samples")
         batches = self.task.batches(step)
         loaded = time.perf_counter()
-        tried = self._try(step, batches)
-        computed = time.perf_counter()
         loss_limit, norm_limit = self.outliers.limits()
-        lr, loss = learning_rate(step, self.config.optim), sum(tried.terms.values())
-        good = tried.finite & (loss <= loss_limit) & (tried.norm <= norm_limit)
+        tried = self._try(step, batches, norm_limit)
+        computed = time.perf_counter()
+        lr = learning_rate(step, self.config.optim)
+        good = tried.good & (sum(tried.terms.values()) <= loss_limit)
         self._apply(tried, lr, good)
         found = self._read(tried, good)
         if not found.made and self._is_to_rerun(found):
@@ -242,7 +242,7 @@ class Run:
             "update_ms": update_ms,  # norm, clipping, optimizer
         }
 
-    def _try(self, step: int, batches: Sequence[Any]) -> Tried:
+    def _try(self, step: int, batches: Sequence[Any], norm_limit: float = math.inf) -> Tried:
         """Losses and gradients of a step; nothing else is changed."""
         self.bits.zero_()
         parts = self._gradients(step, batches)
@@ -251,9 +251,9 @@ class Run:
         self.on_gradients(self)
         order = float(self.config.optim.clip_norm)
         norm = gradient_norm(self.buffers, self.mesh.axes, order=order) / self.loss_scale.scale
-        losses, finite = self._agreed(parts, norm)
+        losses, good = self._agreed(parts, norm, norm_limit)
         zeros = [count_zeros(self.buffers, self.mesh.axes)] if self.config.log.zeros else []
-        return Tried(losses, norm, finite, zeros)
+        return Tried(losses, norm, good, zeros)
 
     def _apply(self, tried: Tried, lr: float, good: Tensor) -> None:
         """Update the masters where the step is good."""
@@ -276,13 +276,13 @@ class Run:
         """Run a bad step once more: what counts then. Raises HardwareError."""
         first = Seen(found.terms, found.norm, int(self.bits))
         tried = self._try(step, batches)
-        found = self._read(tried, tried.finite)
+        found = self._read(tried, tried.good)
         second = Seen(found.terms, found.norm, int(self.bits))
         ranks = differing(first, second, self.mesh.axis("world"))
         if ranks is not None and is_deterministic(self.device):
             raise blame(step, first, second, ranks)
         if found.made:
-            self._apply(tried, lr, tried.finite)
+            self._apply(tried, lr, tried.good)
         facts: dict[str, Any] = {"samples": self.task.describe(step)}
         if not found.made:
             facts["first_gradient"] = first_parameter(self.buffers, self.mesh.axis("world"))
@@ -367,15 +367,18 @@ class Run:
         first = min(start for *_, start, _ in every)
         return [(*what, start - first, end - first) for *what, start, end in every]
 
-    def _agreed(self, losses: dict[str, Tensor], norm: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Each loss over all ranks, and whether losses and norm are finite on every rank.
+    def _agreed(
+        self, losses: dict[str, Tensor], norm: Tensor, norm_limit: float
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Each loss over all ranks, and whether losses and norm are finite on every rank, and the
+        norm within its limit.
 
         Ranks of a tensor group have equal losses, and all stages but the last have none. The norm
         is the same everywhere but for a fault, such as one tensor rank's in the gradient
         of a replicated parameter. One message says both.
         """
         copies = self.mesh.axis("tp").size * self.loss_scale.scale
-        fault = norm - norm  # 0, or NaN where the norm is not finite
+        fault = torch.where(norm <= norm_limit, norm - norm, math.nan)  # 0, or NaN where it is bad
         parts = torch.stack([*(x.double() / copies for x in losses.values()), fault])
         *sums, fault = all_reduce_(parts, self.mesh.axis("world")).unbind()
         return dict(zip(losses, sums, strict=True)), torch.isfinite(fault + sum(sums))
