@@ -1,0 +1,111 @@
+"""The parts of a save that touch the disk: a temporary directory, its files, its new name."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penteract.checkpoint.cover import buckets
+from penteract.checkpoint.format import MANIFEST, CheckpointError, header_bytes
+from penteract.checkpoint.plan import Shard, Write, written_bytes
+from penteract.checkpoint.steps import publish, tidy
+from penteract.checkpoint.storage import Files, HashedFile
+
+log = logging.getLogger(__name__)
+
+# What is copied, hashed and written at a time, and read at a time.
+BUCKET_BYTES = 1 << 25
+
+Held = Sequence[tuple[Shard, torch.Tensor]]
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _in_file_order(writes: Sequence[Write]) -> list[Write]:
+    """Widest elements first, so that every tensor begins at a multiple of its element's size."""
+    return sorted(writes, key=lambda write: (-write.shard.item_bytes, write.key))
+
+
+@dataclass(frozen=True)
+class Writing:
+    """The stages of one save that touch the disk, in its temporary directory."""
+
+    temporary: Path
+    needed_bytes: int  # by all ranks together
+    files: Files
+
+    def prepare(self) -> None:
+        try:
+            self.files.make_directory(self.temporary.parent)
+            tidy(self.temporary.parent, self.files)
+            self.files.make_directory(self.temporary)
+        except OSError as error:
+            raise self._refusal(self.temporary, self.needed_bytes, error) from error
+
+    def tensors(self, rank: int, writes: Sequence[Write], held: Held) -> list[Any] | None:
+        """Write this rank's file; its [bytes, hash], or None where it has nothing to write."""
+        if not writes:
+            return None
+        path = self.temporary / file_name(rank)
+        writes = _in_file_order(writes)
+        header = header_bytes([(w.key, w.shard.dtype, w.box.size) for w in writes])
+        contents = (data for w in writes for data in _contents(w, held[w.source][1]))
+        try:
+            with HashedFile(path, self.files) as out:
+                out.write(header)
+                for data in contents:
+                    out.write(data)
+                stored = out.finish()
+        except OSError as error:
+            raise self._refusal(path, len(header) + written_bytes(writes), error) from error
+        return [stored.bytes, stored.xxh3]
+
+    def commit(self, step: int, manifest: str) -> None:
+        path = self.temporary / MANIFEST
+        text = manifest.encode()
+        try:
+            with HashedFile(path, self.files) as out:
+                out.write(text)
+                out.finish()
+            self.files.sync_directory(self.temporary)
+            publish(self.temporary.parent, self.temporary, step, self.files)
+        except OSError as error:
+            raise self._refusal(path, len(text), error) from error
+
+    def clear(self) -> None:
+        """After a fault. What cannot be removed now is removed before the next save."""
+        try:
+            if self.temporary.parent.is_dir():
+                tidy(self.temporary.parent, self.files)
+        except OSError as error:
+            log.warning("%s: could not be cleared away (%s)", self.temporary, error.strerror)
+
+    def _refusal(self, path: Path, path_bytes: int, error: OSError) -> CheckpointError:
+        advice = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            there = next(place for place in self.temporary.parents if place.exists())
+            free_bytes = shutil.disk_usage(there).free
+            advice = f", {free_bytes} are free: remove files or keep fewer steps"
+        return CheckpointError(
+            f"{path}: cannot save ({error.strerror}): needs {path_bytes} bytes, "
+            f"the tensors of the whole step {self.needed_bytes}{advice}"
+        )
+
+
+def _contents(write: Write, tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The values of `write.box`, row after row, as bytes on the host, a bucket at a time."""
+    for box in buckets(write.box, BUCKET_BYTES // write.shard.item_bytes):
+        part = tensor.detach()[box.relative_to(write.shard.box.offset).slices()]
+        flat = part.contiguous().to("cpu").reshape(-1)  # [elements of the bucket]
+        # One element counts as contiguous whatever its stride; as bytes it needs stride 1.
+        flat = flat.as_strided((flat.numel(),), (1,))
+        yield flat.view(torch.uint8).numpy().data
