@@ -1,4 +1,4 @@
-"""Saving a step: the commit protocol.
+"""Saving a step: the commit protocol, at once or while training goes on.
 
 A save, seen from outside, happens at one moment, the rename of a complete directory:
 
@@ -10,22 +10,31 @@ A save, seen from outside, happens at one moment, the rename of a complete direc
 
 After each stage the ranks compare notes, so that a fault on one is a CheckpointError on all.
 
+`start_save` keeps its callers for stage 1, the directory, and a copy of what this rank is to write.
+A thread writes the file from the copy, and on rank 0 a second one does stages 3 and 4. Neither
+sends messages: between two steps all ranks ask `Saving.finished`, where they compare notes.
+
 | what | axis | bytes a rank | when |
 |---|---|---|---|
 | names, shapes and boxes held | world | a few hundred a shard | first |
 | done, or the error's text; length and hash | world | under 1 kB | after each stage |
+| done, running or a fault | world | 1 | each time that `finished` is asked |
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penteract.checkpoint.agreement import agreed, together
+from penteract.checkpoint.background import Background, State
 from penteract.checkpoint.format import (
     CheckpointError,
     Manifest,
@@ -38,11 +47,22 @@ from penteract.checkpoint.format import (
 from penteract.checkpoint.plan import Shard, Write, save_plan, written_bytes
 from penteract.checkpoint.steps import step_name
 from penteract.checkpoint.storage import Files
-from penteract.checkpoint.writing import Held, Writing, file_name
+from penteract.checkpoint.writing import (
+    Held,
+    Staging,
+    Writing,
+    contents,
+    file_name,
+    in_file_order,
+    on_host,
+)
+from penteract.collectives import exchange
 from penteract.mesh import Axis
 from penteract.placement import Box
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.05  # how often ranks that wait for a save ask each other
 
 
 @dataclass(frozen=True)
@@ -65,32 +85,144 @@ def save(
     on the disk. Raises SaveError on all ranks where any rank could not do its part, naming
     path and bytes needed; earlier steps are then as they were, and nothing half is left.
     """
-    directory, files = Path(directory), files or Files()
-    told = together(axis, lambda: describe(shards, record, axis))
-    known = [shards_from(answer["shards"]) for answer in told]
-    plan = save_plan(known)
-    name, nonce = step_name(told[0]["step"]), told[0]["nonce"]
-    needed = sum(written_bytes(writes) for writes in plan)
-    writing = Writing(directory / f".tmp-{name}-{nonce}", needed, files)
+    step = _Step(Path(directory), record, shards, axis, files or Files())
+    with step.faults():
+        agreed(axis, step.prepare)
+        written = together(axis, lambda: step.write(on_host(contents(step.mine, shards))))
+        agreed(axis, lambda: step.commit(written))
+    return step.path
 
-    def commit() -> None:
-        manifest = _manifest(record, known, plan, written)
-        writing.commit(record.step, manifest_text(manifest))
 
-    try:
-        agreed(axis, lambda: writing.prepare() if axis.rank == 0 else None)
-        written = together(axis, lambda: writing.tensors(axis.rank, plan[axis.rank], shards))
-        agreed(axis, lambda: commit() if axis.rank == 0 else None)
-    except Exception as error:
-        # All ranks have closed their files: the last thing each did was to say so.
-        if axis.rank == 0:
-            writing.clear()
-        if isinstance(error, CheckpointError):
-            raise SaveError(str(error)) from error
-        raise
-    if axis.rank == 0:
-        log.info("%s: committed, %d bytes", directory / name, needed)
-    return directory / name
+def start_save(
+    directory: Path | str,
+    record: Record,
+    shards: Held,
+    *,
+    staging: Staging,
+    axis: Axis,
+    files: Files | None = None,
+    then: Callable[[], object] = lambda: None,
+) -> Saving:
+    """As `save`, but return once `staging` has what this rank is to write.
+
+    The tensors may change then; `staging` is in use until the save has finished. Rank 0 calls
+    `then` in the background when the step is on the disk.
+    """
+    # The manifest is written later, when a state that it shares with the run would be another.
+    step = _Step(Path(directory), copy.deepcopy(record), shards, axis, files or Files())
+    staged: list[memoryview] = []
+
+    def begin() -> None:
+        step.prepare()
+        parts = contents(step.mine, shards)
+        staged.extend(staging.copy(parts, written_bytes(step.mine)))
+
+    with step.faults():
+        agreed(axis, begin)
+    return Saving(step, staged, then)
+
+
+class Saving:
+    """A save that goes on in the background. All ranks together ask about it, or wait for it."""
+
+    def __init__(
+        self, step: _Step, staged: Sequence[memoryview], then: Callable[[], object]
+    ) -> None:
+        self._step, self._then, self._committing = step, then, False
+
+        def write(go_on: Callable[[], None]) -> list[Any] | None:
+            def data() -> Iterator[memoryview]:
+                for part in staged:
+                    go_on()
+                    yield part
+
+            return step.write(data())
+
+        self._job: Background[Any] = Background(write)
+
+    @property
+    def path(self) -> Path:
+        return self._step.path
+
+    def finished(self, *, late: bool = False) -> bool:
+        """Whether the step is on the disk. Once it is true, it may not be asked again.
+
+        Raises SaveError, as `save` does, after a fault on any rank or where it is `late` on any.
+        """
+        state, axis = self._job.state, self._step.axis
+        late = late and state == State.RUNNING
+        states = exchange(bytes([State.FAULT if late else state]), axis)
+        worst = max(state for (state,) in states)
+        if worst == State.RUNNING:
+            return False
+
+        with self._step.faults(self._job):
+            written = together(axis, self._job.result)
+            if worst == State.FAULT:
+                raise CheckpointError(f"{self.path}: given up, its files take too long to write")
+            if not self._committing:
+                self._committing = True
+                self._job = Background(lambda go_on: self._step.commit(written, self._then))
+                return False
+        return True
+
+    def wait(self, within_s: float) -> None:
+        """Until the step is on the disk. Raises SaveError as `finished`, or after `within_s`."""
+        end = time.monotonic() + within_s
+        while not self.finished(late=time.monotonic() > end):
+            self._job.wait(LOOK_S)
+
+    def abandon(self) -> None:
+        """Stop writing, without the other ranks; the next save removes what is left of this one."""
+        self._job.stop()
+
+
+class _Step:
+    """A save that all ranks have planned alike."""
+
+    def __init__(
+        self, directory: Path, record: Record, shards: Held, axis: Axis, files: Files
+    ) -> None:
+        told = together(axis, lambda: describe(shards, record, axis))
+        self.record, self.axis = record, axis
+        self.known = [shards_from(answer["shards"]) for answer in told]
+        self.plan = [in_file_order(writes) for writes in save_plan(self.known)]
+        self.mine = self.plan[axis.rank]
+        name, nonce = step_name(told[0]["step"]), told[0]["nonce"]
+        self.path = directory / name
+        needed_bytes = sum(written_bytes(writes) for writes in self.plan)
+        self.writing = Writing(directory / f".tmp-{name}-{nonce}", needed_bytes, files)
+
+    def prepare(self) -> None:
+        if self.axis.rank == 0:
+            self.writing.prepare()
+
+    def write(self, data: Iterable[memoryview]) -> list[Any] | None:
+        return self.writing.tensors(self.axis.rank, self.mine, data)
+
+    def commit(
+        self, written: Sequence[list[Any] | None], then: Callable[[], object] = lambda: None
+    ) -> None:
+        if self.axis.rank:
+            return
+        manifest = _manifest(self.record, self.known, self.plan, written)
+        self.writing.commit(self.record.step, manifest_text(manifest))
+        log.info("%s: committed, %d bytes", self.path, self.writing.needed_bytes)
+        then()
+
+    @contextmanager
+    def faults(self, job: Background[Any] | None = None) -> Iterator[None]:
+        """For what the ranks do together: after a fault nothing half is left."""
+        try:
+            yield
+        except Exception as error:
+            # All ranks have closed their files: the last thing each did was to say so. Where a job
+            # could not be stopped the disk hangs, and would hang this too.
+            if self.axis.rank == 0 and not (job and job.state == State.RUNNING):
+                self.writing.clear()
+            if isinstance(error, CheckpointError):
+                raise SaveError(str(error)) from error
+            raise
 
 
 def describe(shards: Held, record: Record | None, axis: Axis) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _in_file_order(writes: Sequence[Write]) -> list[Write]:
+def in_file_order(writes: Sequence[Write]) -> list[Write]:
     """Widest elements first, so that every tensor begins at a multiple of its element's size."""
     return sorted(writes, key=lambda write: (-write.shard.item_bytes, write.key))
 
@@ -51,14 +51,17 @@ class Writing:
         except OSError as error:
             raise self._refusal(self.temporary, self.needed_bytes, error) from error
 
-    def tensors(self, rank: int, writes: Sequence[Write], held: Held) -> list[Any] | None:
-        """Write this rank's file; its [bytes, hash], or None where it has nothing to write."""
+    def tensors(
+        self, rank: int, writes: Sequence[Write], contents: Iterable[memoryview]
+    ) -> list[Any] | None:
+        """Write this rank's file; its [bytes, hash], or None where it has nothing to write.
+
+        `contents` are the bytes of `writes`, one after another.
+        """
         if not writes:
             return None
         path = self.temporary / file_name(rank)
-        writes = _in_file_order(writes)
         header = header_bytes([(w.key, w.shard.dtype, w.box.size) for w in writes])
-        contents = (data for w in writes for data in _contents(w, held[w.source][1]))
         try:
             with HashedFile(path, self.files) as out:
                 out.write(header)
@@ -101,11 +104,51 @@ class Writing:
         )
 
 
-def _contents(write: Write, tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The values of `write.box`, row after row, as bytes on the host, a bucket at a time."""
-    for box in buckets(write.box, BUCKET_BYTES // write.shard.item_bytes):
-        part = tensor.detach()[box.relative_to(write.shard.box.offset).slices()]
-        flat = part.contiguous().to("cpu").reshape(-1)  # [elements of the bucket]
-        # One element counts as contiguous whatever its stride; as bytes it needs stride 1.
-        flat = flat.as_strided((flat.numel(),), (1,))
-        yield flat.view(torch.uint8).numpy().data
+def contents(writes: Sequence[Write], held: Held) -> Iterator[torch.Tensor]:
+    """The values of `writes`, row after row, as flat bytes where they lie, a bucket at a time."""
+    for write in writes:
+        tensor = held[write.source][1].detach()
+        for box in buckets(write.box, BUCKET_BYTES // write.shard.item_bytes):
+            part = tensor[box.relative_to(write.shard.box.offset).slices()]
+            flat = part.contiguous().reshape(-1)  # [elements of the bucket]
+            # One element counts as contiguous whatever its stride; as bytes it needs stride 1.
+            yield flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def on_host(parts: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """Each of `parts` in turn; it may be that tensor's own memory."""
+    return (part.cpu().numpy().data for part in parts)
+
+
+class Staging:
+    """Host memory that what a rank is to write is copied to, kept from one save to the next.
+
+    It is blocks of a bucket, page-locked where the tensors are on a GPU, so it exceeds what it has
+    held at most by less than a bucket.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+
+    def copy(self, parts: Iterable[torch.Tensor], size_bytes: int) -> list[memoryview]:
+        """The bytes of `parts`, so many, one after another; they stay until the next call."""
+        at = 0
+        for part in parts:
+            # All at once: what is allocated between copies of views leaves holes behind.
+            while len(self._blocks) * BUCKET_BYTES < size_bytes:
+                block = torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
+                self._blocks.append(block)
+            while part.numel():
+                number, begin = divmod(at, BUCKET_BYTES)
+                head, part = part[: BUCKET_BYTES - begin], part[BUCKET_BYTES - begin :]
+                place = self._blocks[number][begin : begin + head.numel()]
+                place.copy_(head, non_blocking=True)
+                at += head.numel()
+        assert at == size_bytes
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        starts = range(0, size_bytes, BUCKET_BYTES)
+        return [
+            block[: size_bytes - start].numpy().data
+            for block, start in zip(self._blocks, starts, strict=False)
+        ]
