@@ -123,8 +123,8 @@ def on_host(parts: Iterable[torch.Tensor]) -> Iterator[memoryview]:
 class Staging:
     """Host memory that what a rank is to write is copied to, kept from one save to the next.
 
-    It is blocks of a bucket, page-locked where the tensors are on a GPU, so it exceeds what it has
-    held at most by less than a bucket.
+    It is blocks of a bucket, so it exceeds what it has held at most by less than a bucket: a power
+    of two, to which torch would round page-locked memory up.
     """
 
     def __init__(self) -> None:
@@ -132,12 +132,12 @@ class Staging:
 
     def copy(self, parts: Iterable[torch.Tensor], size_bytes: int) -> list[memoryview]:
         """The bytes of `parts`, so many, one after another; they stay until the next call."""
-        at = 0
+        on_gpu, at = torch.cuda.is_initialized(), 0
+        # All at once: what is allocated between copies of views leaves holes behind.
+        while len(self._blocks) * BUCKET_BYTES < size_bytes:
+            block = torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+            self._blocks.append(block)
         for part in parts:
-            # All at once: what is allocated between copies of views leaves holes behind.
-            while len(self._blocks) * BUCKET_BYTES < size_bytes:
-                block = torch.empty(BUCKET_BYTES, dtype=torch.uint8, pin_memory=part.is_cuda)
-                self._blocks.append(block)
             while part.numel():
                 number, begin = divmod(at, BUCKET_BYTES)
                 head, part = part[: BUCKET_BYTES - begin], part[BUCKET_BYTES - begin :]
@@ -145,7 +145,7 @@ class Staging:
                 place.copy_(head, non_blocking=True)
                 at += head.numel()
         assert at == size_bytes
-        if torch.cuda.is_initialized():
+        if on_gpu:
             torch.cuda.current_stream().synchronize()
         starts = range(0, size_bytes, BUCKET_BYTES)
         return [

@@ -19,7 +19,8 @@ from torch import Tensor
 from penteract.checkpoint.agreement import together
 from penteract.checkpoint.model import owned
 from penteract.checkpoint.plan import Shard
-from penteract.checkpoint.saving import save
+from penteract.checkpoint.saving import Saving, save, start_save
+from penteract.checkpoint.writing import Staging
 from penteract.collectives import all_reduce_, exchange, meet
 from penteract.config import Config, ConfigError
 from penteract.mesh import Mesh, create_channels, single
@@ -329,6 +330,15 @@ class Run:
     def save(self, directory: Path) -> Path:
         """Save everything the run is under `directory`; all ranks together."""
         return save(directory, record(self), self.held(), axis=self.mesh.axis("world"))
+
+    def start_save(
+        self, directory: Path, staging: Staging, then: Callable[[], object] = lambda: None
+    ) -> Saving:
+        """As `save`, but return once `staging` has it; see `penteract.checkpoint.saving`."""
+        world = self.mesh.axis("world")
+        return start_save(
+            directory, record(self), self.held(), staging=staging, axis=world, then=then
+        )
 
     def held(self) -> list[tuple[Shard, Tensor]]:
         """What this rank saves, as boxes of logical tensors."""

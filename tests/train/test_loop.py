@@ -56,6 +56,7 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 6]
+    assert [line["step"] for line in lines if line.pop("save_ms", None)] == [3, 5]
     for line in lines:
         assert list(line) in (KEYS, ["step", "valid"])
     assert list(evaluations(folder)) == [4, 6]
