@@ -376,6 +376,12 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep: Count | None = None
     """Keep the newest N; all unless given."""
+    asynchronous: bool = False
+    """Only copy what is to be saved to host memory, and write it while training goes on."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """At a checkpoint while the one before is being written: wait for that, or make none."""
+    flush_s: Positive = 600.0
+    """End the run with an error when it has waited so long for a checkpoint to be written."""
     load: str | None = None
     """Start a fresh run from this checkpoint's weights; relative to the current directory."""
     load_state: bool = False

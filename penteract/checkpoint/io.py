@@ -1,33 +1,12 @@
-"""Saving and loading steps: the commit protocol, and reading boxes into any layout.
-
-A save, seen from outside, happens at one moment, the rename of a complete directory:
-
-1. ranks tell each other what they hold, and each computes the same plan of who writes what;
-2. rank 0 makes `.tmp-step-n-<nonce>`; every rank writes its one file there, hashing what it
-   writes, with no more memory than one bucket, and brings it to the disk;
-3. rank 0 writes the manifest, brings it to the disk, and renames the directory to `step-n`;
-4. `latest` is replaced by a new text.
-
-After each stage the ranks compare notes, so that a fault on one is a CheckpointError on all.
-
-| what | axis | bytes a rank | when |
-|---|---|---|---|
-| names, shapes and boxes held | world | a few hundred a shard | first |
-| done, or the error's text; length and hash | world | under 1 kB | after each stage |
-"""
+"""Loading steps, into any layout; and everything else of checkpoints that other packages use."""
 
 from __future__ import annotations
 
-import errno
 import logging
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -35,30 +14,14 @@ from safetensors import safe_open
 from penteract.checkpoint.agreement import agreed, together
 from penteract.checkpoint.cover import buckets
 from penteract.checkpoint.examine import check_files, inspect, read_manifest, verify
-from penteract.checkpoint.format import (
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    SaveError,
-    StoredBox,
-    StoredFile,
-    StoredTensor,
-    header_bytes,
-    to_json,
-)
-from penteract.checkpoint.plan import (
-    Read,
-    Shard,
-    Write,
-    compare,
-    load_plan,
-    save_plan,
-    written_bytes,
-)
-from penteract.checkpoint.steps import find_step, latest_good, publish, retain, step_name, tidy
-from penteract.checkpoint.storage import Files, HashedFile, lock
+from penteract.checkpoint.format import CheckpointError, Manifest, SaveError
+from penteract.checkpoint.plan import Read, Shard, compare, load_plan
+from penteract.checkpoint.saving import Record, describe, save, shards_from
+from penteract.checkpoint.steps import find_step, latest_good, retain
+from penteract.checkpoint.storage import lock
+from penteract.checkpoint.writing import BUCKET_BYTES, Held
 from penteract.mesh import Axis, single
-from penteract.placement import Box, whole
+from penteract.placement import whole
 
 __all__ = [
     "CheckpointError",
@@ -81,55 +44,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-# What is copied, hashed and written at a time, and read at a time.
-BUCKET_BYTES = 1 << 25
-
-Held = Sequence[tuple[Shard, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a step says besides its tensors, all plain JSON: rank 0's is what is saved."""
-
-    step: int
-    config: dict[str, Any] = field(default_factory=dict)
-    layout: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-
-
-def save(
-    directory: Path | str, record: Record, shards: Held, *, axis: Axis, files: Files | None = None
-) -> Path:
-    """Save one step under `directory`, together with all ranks of `axis`; its path.
-
-    Each tensor of `shards` has the shape of its shard's box (a view will do) and must not change
-    until this returns. Rank 0's process holds `lock(directory)`. Returning means that the step is
-    on the disk. Raises SaveError on all ranks where any rank could not do its part, naming
-    path and bytes needed; earlier steps are then as they were, and nothing half is left.
-    """
-    directory, files = Path(directory), files or Files()
-    told = together(axis, lambda: _describe(shards, record, axis))
-    known = [_shards_from(answer["shards"]) for answer in told]
-    plan = save_plan(known)
-    name, nonce = step_name(told[0]["step"]), told[0]["nonce"]
-    needed = sum(written_bytes(writes) for writes in plan)
-    writing = _Writing(directory / f".tmp-{name}-{nonce}", needed, files)
-    try:
-        agreed(axis, lambda: writing.prepare() if axis.rank == 0 else None)
-        written = together(axis, lambda: writing.tensors(axis.rank, plan[axis.rank], shards))
-        manifest = _manifest(record, known, plan, written)
-        agreed(axis, lambda: writing.commit(manifest) if axis.rank == 0 else None)
-    except Exception as error:
-        # All ranks have closed their files: the last thing each did was to say so.
-        if axis.rank == 0:
-            writing.clear()
-        if isinstance(error, CheckpointError):
-            raise SaveError(str(error)) from error
-        raise
-    if axis.rank == 0:
-        log.info("%s: committed, %d bytes", directory / name, needed)
-    return directory / name
 
 
 def newest(directory: Path | str, *, axis: Axis) -> Path | None:
@@ -168,151 +82,6 @@ def _faults(path: Path, axis: Axis) -> list[str]:
     return check_files(path, manifest, mine, hashes=True)
 
 
-def _describe(shards: Held, record: Record | None, axis: Axis) -> dict[str, Any]:
-    """What this rank holds or wants, as JSON; checks the tensors, and rank 0's record."""
-    faults = []
-    for shard, tensor in shards:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tuple(tensor.shape) != shard.box.size or dtype != shard.dtype:
-            faults.append(
-                f"  {shard.tensor}: a tensor of {list(tensor.shape)} {dtype} for a box of "
-                f"{list(shard.box.size)} {shard.dtype}"
-            )
-    if faults:
-        raise CheckpointError("tensors do not fit their shards:\n" + "\n".join(faults))
-    if record is not None and axis.rank == 0:
-        _manifest_text(Manifest(record.step, record.config, record.layout, {}, {}, record.state))
-    listed = [[s.tensor, s.shape, s.dtype, s.box.offset, s.box.size] for s, _ in shards]
-    step = record.step if record else None
-    return {"step": step, "nonce": secrets.token_hex(4), "shards": listed}
-
-
-def _shards_from(listed: Iterable[Sequence[Any]]) -> list[Shard]:
-    return [
-        Shard(name, tuple(shape), dtype, Box(tuple(offset), tuple(size)))
-        for name, shape, dtype, offset, size in listed
-    ]
-
-
-def _manifest_text(manifest: Manifest) -> str:
-    if not 0 <= manifest.step < 10**18:
-        raise CheckpointError(f"step {manifest.step}: need 0 to 10**18 - 1")
-    try:
-        return to_json(manifest)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config, layout and state must be plain JSON: {error}") from error
-
-
-def _file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def _in_file_order(writes: Sequence[Write]) -> list[Write]:
-    """Widest elements first, so that every tensor begins at a multiple of its element's size."""
-    return sorted(writes, key=lambda write: (-write.shard.item_bytes, write.key))
-
-
-def _manifest(
-    record: Record,
-    known: Sequence[Sequence[Shard]],
-    plan: Sequence[Sequence[Write]],
-    written: Sequence[list[Any] | None],
-) -> Manifest:
-    """Every tensor any rank knows, a tensor without elements too, and where its boxes went."""
-    kinds = {shard.tensor: shard for shards in known for shard in shards}
-    boxes: dict[str, list[StoredBox]] = {name: [] for name in sorted(kinds)}
-    for rank, writes in enumerate(plan):
-        for write in writes:
-            place = StoredBox(write.box, _file_name(rank), write.key)
-            boxes[write.shard.tensor].append(place)
-    tensors = {
-        name: StoredTensor(
-            kinds[name].shape,
-            kinds[name].dtype,
-            tuple(sorted(places, key=lambda place: place.box.offset)),
-        )
-        for name, places in boxes.items()
-    }
-    files = {_file_name(rank): StoredFile(*said) for rank, said in enumerate(written) if said}
-    return Manifest(record.step, record.config, record.layout, tensors, files, record.state)
-
-
-@dataclass(frozen=True)
-class _Writing:
-    """The stages of one save that touch the disk, in its temporary directory."""
-
-    temporary: Path
-    needed_bytes: int  # by all ranks together
-    files: Files
-
-    def prepare(self) -> None:
-        try:
-            self.files.make_directory(self.temporary.parent)
-            tidy(self.temporary.parent, self.files)
-            self.files.make_directory(self.temporary)
-        except OSError as error:
-            raise self._refusal(self.temporary, self.needed_bytes, error) from error
-
-    def tensors(self, rank: int, writes: Sequence[Write], held: Held) -> list[Any] | None:
-        """Write this rank's file; its [bytes, hash], or None where it has nothing to write."""
-        if not writes:
-            return None
-        path = self.temporary / _file_name(rank)
-        writes = _in_file_order(writes)
-        header = header_bytes([(w.key, w.shard.dtype, w.box.size) for w in writes])
-        contents = (data for w in writes for data in _contents(w, held[w.source][1]))
-        try:
-            with HashedFile(path, self.files) as out:
-                out.write(header)
-                for data in contents:
-                    out.write(data)
-                stored = out.finish()
-        except OSError as error:
-            raise self._refusal(path, len(header) + written_bytes(writes), error) from error
-        return [stored.bytes, stored.xxh3]
-
-    def commit(self, manifest: Manifest) -> None:
-        path = self.temporary / MANIFEST
-        text = _manifest_text(manifest).encode()
-        try:
-            with HashedFile(path, self.files) as out:
-                out.write(text)
-                out.finish()
-            self.files.sync_directory(self.temporary)
-            publish(self.temporary.parent, self.temporary, manifest.step, self.files)
-        except OSError as error:
-            raise self._refusal(path, len(text), error) from error
-
-    def clear(self) -> None:
-        """After a fault. What cannot be removed now is removed before the next save."""
-        try:
-            if self.temporary.parent.is_dir():
-                tidy(self.temporary.parent, self.files)
-        except OSError as error:
-            log.warning("%s: could not be cleared away (%s)", self.temporary, error.strerror)
-
-    def _refusal(self, path: Path, path_bytes: int, error: OSError) -> CheckpointError:
-        advice = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            there = next(place for place in self.temporary.parents if place.exists())
-            free_bytes = shutil.disk_usage(there).free
-            advice = f", {free_bytes} are free: remove files or keep fewer steps"
-        return CheckpointError(
-            f"{path}: cannot save ({error.strerror}): needs {path_bytes} bytes, "
-            f"the tensors of the whole step {self.needed_bytes}{advice}"
-        )
-
-
-def _contents(write: Write, tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The values of `write.box`, row after row, as bytes on the host, a bucket at a time."""
-    for box in buckets(write.box, BUCKET_BYTES // write.shard.item_bytes):
-        part = tensor.detach()[box.relative_to(write.shard.box.offset).slices()]
-        flat = part.contiguous().to("cpu").reshape(-1)  # [elements of the bucket]
-        # One element counts as contiguous whatever its stride; as bytes it needs stride 1.
-        flat = flat.as_strided((flat.numel(),), (1,))
-        yield flat.view(torch.uint8).numpy().data
-
-
 def load(
     path: Path | str,
     wanted: Held,
@@ -330,10 +99,10 @@ def load(
     every file once, the ranks sharing the files out.
     """
     path, axis = Path(path), axis or single("world")
-    told = together(axis, lambda: _describe(wanted, None, axis))
+    told = together(axis, lambda: describe(wanted, None, axis))
     manifest = agreed(axis, lambda: read_manifest(path))
     mismatches = compare(
-        manifest.tensors, (s for a in told for s in _shards_from(a["shards"])), skip=skip
+        manifest.tensors, (s for a in told for s in shards_from(a["shards"])), skip=skip
     )
     if mismatches:
         raise CheckpointError(f"{path} is not of this model:\n" + "\n".join(mismatches))

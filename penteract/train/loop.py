@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from penteract.checkpoint.io import agreed, find_step, lock, newest, retain
+from penteract.checkpoint.io import agreed, find_step, lock, newest
 from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh, Traffic
 from penteract.parallel.pipeline.trace import Row, write_trace
 from penteract.train.metrics import Metrics
 from penteract.train.run import Run
+from penteract.train.saving import Saver
 from penteract.train.signals import StopRequest
 from penteract.train.task import Task
 from penteract.train.watchdog import Watchdog
@@ -56,12 +57,14 @@ def train(
         if rank0:
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         saved = None if found is None else run.step
+        saver = stack.enter_context(Saver(run, checkpoints, metrics.say, saved=saved))
         evaluate_every = config.train.eval_every or steps
         first = run.step + 1
         while run.step < steps and not stop.agreed(world, device):
-            metrics.step(run.update())
+            metrics.step(run.update() | saver.pause())
             if run.reported:
                 metrics.say(run.reported.said())
+            saver.look()
             if rows := run.traced():
                 _write_trace(run, rows, metrics)
             if run.step == first and (names := run.unreached()):
@@ -71,10 +74,9 @@ def train(
                 if not last and stop.agreed(world, device):
                     break
                 metrics.evaluation(run.step, run.evaluate())
-            if every and run.step % every == 0:
-                saved = _save(run, checkpoints, metrics)
-        if saved != run.step:
-            _save(run, checkpoints, metrics)
+            if every and run.step % every == 0 and not last:
+                saver.save()
+        saver.finish()
         if run.step < steps:
             metrics.say(f"stopped at step {run.step} of {steps} ({stop.reason or 'another rank'})")
 
@@ -130,12 +132,3 @@ def _write_trace(run: Run, rows: Sequence[Row], metrics: Metrics) -> None:
         number = {rank: i for i, ranks in pipelines for rank in ranks}
         write_trace(path, rows, number.__getitem__)
     metrics.say(f"step {run.step:>6}  wrote {path}: open it with https://ui.perfetto.dev")
-
-
-def _save(run: Run, checkpoints: Path, metrics: Metrics) -> int:
-    run.activity.now("saving")
-    path = run.save(checkpoints)
-    if run.mesh.rank == 0:
-        retain(checkpoints, run.config.checkpoint.keep)
-    metrics.say(f"step {run.step:>6}  saved {path}")
-    return run.step

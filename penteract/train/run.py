@@ -1,4 +1,4 @@
-"""One training run: its weights, its optimizer, its position; one update; saving and resuming."""
+"""One training run: its weights, its optimizer, its position; one update; an evaluation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from penteract.checkpoint.agreement import together
-from penteract.checkpoint.io import Record, read_manifest, save
-from penteract.checkpoint.model import STATE_PREFIXES, owned
-from penteract.checkpoint.plan import Shard, changed_state
+from penteract.checkpoint.model import owned
+from penteract.checkpoint.plan import Shard
+from penteract.checkpoint.saving import Saving, save, start_save
+from penteract.checkpoint.writing import Staging
 from penteract.collectives import all_reduce_, exchange, meet
 from penteract.config import Config, ConfigError
-from penteract.config_file import from_dict, to_dict
 from penteract.mesh import Mesh, create_channels, single
 from penteract.nn.sequences import Training
 from penteract.optim.groups import group_of, unmatched
@@ -53,16 +53,7 @@ from penteract.train.rerun import (
     spoiled,
     watching_modules,
 )
-from penteract.train.saved_state import (
-    as_saved,
-    check_same,
-    differences,
-    held,
-    load_as,
-    load_weights,
-    said_of,
-    start_state,
-)
+from penteract.train.saved_state import held, load_weights, record, resume
 from penteract.train.task import Task
 from penteract.train.watchdog import Activity
 
@@ -440,55 +431,27 @@ class Run:
 
     def save(self, directory: Path) -> Path:
         """Save everything the run is under `directory`; all ranks together."""
-        state = {
-            "step": self.step,
-            "tokens": self.tokens,
-            "cursor": self.task.cursor(self.step),
-            "updates": self.optimizer.updates,
-            "loss_scale": self.loss_scale.state(),
-            "skipped": self.skipped,
-            **self.task.state,
-        }
-        layout = {
-            k: v for k, v in dataclasses.asdict(self.mesh.grid).items() if isinstance(v, (int, str))
-        }
-        record = Record(step=self.step, config=to_dict(self.config), layout=layout, state=state)
-        return save(
-            directory,
-            record,
-            list(held(self.task.model, self.buffers, self.optimizer)),
-            axis=self.mesh.axis("world"),
+        return save(directory, record(self), self.held(), axis=self.mesh.axis("world"))
+
+    def start_save(
+        self, directory: Path, staging: Staging, then: Callable[[], object] = lambda: None
+    ) -> Saving:
+        """As `save`, but return once `staging` has it; see `penteract.checkpoint.saving`."""
+        world = self.mesh.axis("world")
+        return start_save(
+            directory, record(self), self.held(), staging=staging, axis=world, then=then
         )
+
+    def held(self) -> list[tuple[Shard, Tensor]]:
+        """What this rank saves, as boxes of logical tensors."""
+        return list(held(self.task.model, self.buffers, self.optimizer))
 
     def resume(self, path: Path, *, check_hashes: bool = True) -> list[str]:
         """Continue the run saved at `path`; what of [optim] is another now, a line each.
 
-        Moments of another `optim.moments` are converted, to the nearest.
-        Tensors that are frozen now leave their state unread; that of tensors that have none there,
-        since they were frozen, starts at zero, their masters from the weights.
         Raises ConfigError where model, data or optimizer are others.
         """
-        manifest, world = read_manifest(path), self.mesh.axis("world")
-        check_same(path, manifest, self.config, self.task)
-        shards = list(held(self.task.model, self.buffers, self.optimizer))
-        told = together(world, lambda: sorted({shard.tensor for shard, _ in shards}))
-        names = {name for answer in told for name in answer}
-        unread, fresh = changed_state(manifest.tensors, names, STATE_PREFIXES)
-        self.buffers.wait()
-        wanted = [
-            (as_saved(shard, manifest.tensors), view)
-            for shard, view in shards
-            if shard.tensor not in fresh
-        ]
-        load_as(path, wanted, axis=world, check_hashes=check_hashes, skip=tuple(unread))
-        start_state(self.buffers, self.optimizer, fresh)
-        self.step, self.tokens = manifest.state["step"], manifest.state["tokens"]
-        self.skipped = manifest.state.get("skipped", 0)
-        self.buffers.publish(frozen=True)
-        self.optimizer.updates = manifest.state["updates"]
-        self.loss_scale.load(manifest.state.get("loss_scale"))
-        theirs, mine = (to_dict(c)["optim"] for c in (from_dict(manifest.config), self.config))
-        return [*differences(theirs, mine, "optim"), *said_of(fresh)]
+        return resume(self, path, check_hashes=check_hashes)
 
     def load_weights(self, path: Path) -> list[str]:
         """Start from the weights at `path`, all else fresh; what of them is not from there."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from penteract.checkpoint.agreement import agreed, together
 from penteract.checkpoint.format import Manifest, StoredTensor
-from penteract.checkpoint.io import load, read_manifest
+from penteract.checkpoint.io import Record, load, read_manifest
 from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
-from penteract.checkpoint.plan import Shard, stored_as
+from penteract.checkpoint.plan import Shard, changed_state, stored_as
 from penteract.config import Config, ConfigError
 from penteract.config_file import from_dict, to_dict
 from penteract.mesh import Axis
@@ -23,6 +23,9 @@ from penteract.parallel.buffers import Buffers
 from penteract.train.batch_ramp import ramp_until
 from penteract.train.task import Task
 from penteract.train.upcycle import blocks_to_fill, few, note, source
+
+if TYPE_CHECKING:
+    from penteract.train.run import Run
 
 
 def held(
@@ -39,6 +42,53 @@ def held(
         yield from owned("master/", bucket.owned(bucket.master))
     for name, bucket, moment in optimizer.state():
         yield from owned(f"{name}/", bucket.owned(moment))
+
+
+def record(run: Run) -> Record:
+    """What a step of a run says besides its tensors."""
+    state = {
+        "step": run.step,
+        "tokens": run.tokens,
+        "cursor": run.task.cursor(run.step),
+        "updates": run.optimizer.updates,
+        "loss_scale": run.loss_scale.state(),
+        "skipped": run.skipped,
+        **run.task.state,
+    }
+    grid = dataclasses.asdict(run.mesh.grid)
+    layout = {key: value for key, value in grid.items() if isinstance(value, int | str)}
+    return Record(step=run.step, config=to_dict(run.config), layout=layout, state=state)
+
+
+def resume(run: Run, path: Path, *, check_hashes: bool) -> list[str]:
+    """Continue the run saved at `path`; what of [optim] is another now, a line each.
+
+    Moments of another `optim.moments` are converted, to the nearest.
+    Tensors that are frozen now leave their state unread; that of tensors that have none there,
+    since they were frozen, starts at zero, their masters from the weights.
+    Raises ConfigError where model, data or optimizer are others.
+    """
+    manifest, world = read_manifest(path), run.mesh.axis("world")
+    check_same(path, manifest, run.config, run.task)
+    shards = run.held()
+    told = together(world, lambda: sorted({shard.tensor for shard, _ in shards}))
+    names = {name for answer in told for name in answer}
+    unread, fresh = changed_state(manifest.tensors, names, STATE_PREFIXES)
+    run.buffers.wait()
+    wanted = [
+        (as_saved(shard, manifest.tensors), view)
+        for shard, view in shards
+        if shard.tensor not in fresh
+    ]
+    load_as(path, wanted, axis=world, check_hashes=check_hashes, skip=tuple(unread))
+    start_state(run.buffers, run.optimizer, fresh)
+    run.step, run.tokens = manifest.state["step"], manifest.state["tokens"]
+    run.skipped = manifest.state.get("skipped", 0)
+    run.buffers.publish(frozen=True)
+    run.optimizer.updates = manifest.state["updates"]
+    run.loss_scale.load(manifest.state.get("loss_scale"))
+    theirs, mine = (to_dict(c)["optim"] for c in (from_dict(manifest.config), run.config))
+    return [*differences(theirs, mine, "optim"), *said_of(fresh)]
 
 
 def check_same(path: Path, manifest: Manifest, config: Config, task: Task) -> None:

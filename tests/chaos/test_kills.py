@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from penteract.checkpoint.io import latest_good
+from penteract.checkpoint.storage import Files
 from runs import (
     Ranks,
     alive,
@@ -21,9 +24,6 @@ from runs import (
     run,
     write_config,
 )
-
-from penteract.checkpoint.io import latest_good
-from penteract.checkpoint.storage import Files
 
 OPERATIONS = ("create", "write", "sync", "sync_directory", "rename", "remove", "make_directory")
 
@@ -71,10 +71,12 @@ def kill(config: Path, ranks: int, draw: random.Random) -> None:
     assert not any(alive(pid) for pid in running.pids)
 
 
-def disturb(folder: Path, *, kills: int, ranks: int, steps: int, seed: int) -> None:
+def disturb(
+    folder: Path, *, kills: int, ranks: int, steps: int, seed: int, asynchronous: bool
+) -> None:
     sections = {
         "train": {"steps": steps, "eval_every": 5},
-        "checkpoint": {"every": 2, "keep": 2},
+        "checkpoint": {"every": 2, "keep": 2, "asynchronous": asynchronous},
         "model": {"dropout": 0.1},
     }
     config = write_config(folder, sections)
@@ -93,21 +95,29 @@ def disturb(folder: Path, *, kills: int, ranks: int, steps: int, seed: int) -> N
     assert left == {".lock", "latest", f"step-{steps - 2:08d}", f"step-{steps:08d}"}
 
 
-def test_two_kills(tmp_path: Path) -> None:
-    disturb(tmp_path, kills=2, ranks=2, steps=12, seed=1)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_kills(tmp_path: Path, asynchronous: bool) -> None:
+    disturb(tmp_path, kills=2, ranks=2, steps=12, seed=1, asynchronous=asynchronous)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_many_kills(tmp_path: Path, seed: int, ranks: int) -> None:
-    disturb(tmp_path, kills=8, ranks=ranks, steps=60, seed=100 * ranks + seed)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_many_kills(tmp_path: Path, seed: int, ranks: int, asynchronous: bool) -> None:
+    seed += 100 * ranks
+    disturb(tmp_path, kills=8, ranks=ranks, steps=60, seed=seed, asynchronous=asynchronous)
 
 
 @pytest.mark.slow
-def test_a_kill_before_each_operation_of_a_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_before_each_operation_of_a_save(tmp_path: Path, asynchronous: bool) -> None:
     """One after another, until a run survives to its end: no operation is left out."""
-    sections = {"checkpoint": {"every": 1, "keep": 1}, "optim": {"decay": 3}, "train": {"steps": 3}}
+    sections = {
+        "checkpoint": {"every": 1, "keep": 1, "asynchronous": asynchronous},
+        "optim": {"decay": 3},
+        "train": {"steps": 3},
+    }
     config = write_config(tmp_path, sections)
     run(["train", config, f"--log.dir={tmp_path}/undisturbed"], 2)
     for at in range(1, 300):

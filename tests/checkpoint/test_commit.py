@@ -1,6 +1,5 @@
 """The commit protocol: a full disk, a lost machine or a killed rank at any moment of a save."""
 
-import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -9,30 +8,17 @@ from typing import BinaryIO
 
 import pytest
 import torch
+from checkpoint.storage_faults import Dead, Dying, FullDisk, Held, labelled, wholes
 
 from penteract.checkpoint.examine import verify
 from penteract.checkpoint.format import CheckpointError
-from penteract.checkpoint.io import Record, Shard, load, read_tensor, save
+from penteract.checkpoint.io import Record, load, read_tensor, save
 from penteract.checkpoint.steps import latest_good
 from penteract.checkpoint.storage import Files
 from penteract.mesh import single
-from penteract.placement import whole
 from penteract.testing import run_ranks, world_axis
 
 ONE = single("world")
-Held = list[tuple[Shard, torch.Tensor]]
-
-
-def labelled(shape: tuple[int, ...], start: int = 1) -> torch.Tensor:
-    """A tensor whose elements tell where they belong."""
-    return torch.arange(start, start + torch.Size(shape).numel()).reshape(shape).float()
-
-
-def wholes(tensors: dict[str, torch.Tensor]) -> Held:
-    return [
-        (Shard(name, tuple(t.shape), "float32", whole(tuple(t.shape))), t)
-        for name, t in tensors.items()
-    ]
 
 
 def blank(held: Held) -> Held:
@@ -44,20 +30,6 @@ MODEL = {"embed": labelled((7, 4)), "norm": labelled((5,), start=100), "up": lab
 
 def save_as(directory: Path, step: int, files: Files | None = None) -> None:
     save(directory, Record(step), wholes(MODEL), axis=world_axis(), files=files)
-
-
-class FullDisk(Files):
-    """A disk with room for so many bytes."""
-
-    def __init__(self, room_bytes: int) -> None:
-        self.room_bytes = room_bytes
-
-    def write(self, file: BinaryIO, data: memoryview) -> None:
-        if data.nbytes > self.room_bytes:
-            super().write(file, data[: self.room_bytes])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.room_bytes -= data.nbytes
-        super().write(file, data)
 
 
 @pytest.mark.parametrize("full_rank", [0, 1])
@@ -98,76 +70,6 @@ def test_a_full_disk_at_any_moment_leaves_the_earlier_step(tmp_path: Path) -> No
             assert torch.equal(read_tensor(step, "w"), held[0][1])
         # Only `latest` was left to write: the new step is whole, though success was not told.
         assert (latest_good(tmp_path) != step) == (room_bytes >= used_bytes - 14)
-
-
-class Dead(BaseException):
-    """The process is gone: nothing catches this, and nothing works after it."""
-
-
-class Dying(Files):
-    """A machine that loses power at operation number `last`.
-
-    What was not synced is lost with it: files are cut in half, and names that their directory did
-    not bring to the disk vanish.
-    """
-
-    def __init__(self, last: int) -> None:
-        self.last = last
-        self.done = 0
-        self.dirty: set[Path] = set()
-        self.unnamed: set[Path] = set()
-
-    def step(self) -> None:
-        if self.done == self.last:
-            for path in self.dirty:
-                if path.exists():
-                    os.truncate(path, path.stat().st_size // 2)
-            for path in self.unnamed:
-                path.unlink(missing_ok=True)
-            self.dirty, self.unnamed = set(), set()
-            raise Dead
-        self.done += 1
-
-    def make_directory(self, path: Path) -> None:
-        self.step()
-        super().make_directory(path)
-
-    def create(self, path: Path) -> BinaryIO:
-        self.step()
-        self.unnamed.add(path)
-        return super().create(path)
-
-    def write(self, file: BinaryIO, data: memoryview) -> None:
-        self.dirty.add(Path(file.name))
-        self.step()
-        super().write(file, data)
-
-    def sync(self, file: BinaryIO) -> None:
-        self.step()
-        super().sync(file)
-        self.dirty.discard(Path(file.name))
-
-    def sync_directory(self, path: Path) -> None:
-        self.step()
-        super().sync_directory(path)
-        self.unnamed = {file for file in self.unnamed if file.parent != path}
-
-    def rename(self, source: Path, target: Path) -> None:
-        self.step()
-        super().rename(source, target)
-        moved = {p: target / p.relative_to(source) for p in self.dirty if p.is_relative_to(source)}
-        self.dirty = {moved.get(p, p) for p in self.dirty}
-        moved = {
-            p: target / p.relative_to(source) for p in self.unnamed if p.is_relative_to(source)
-        }
-        self.unnamed = {moved.get(p, p) for p in self.unnamed}
-
-    def remove(self, path: Path) -> None:
-        self.step()
-        if path.is_dir():  # die half-way: some of its files are gone
-            next(iter(sorted(path.iterdir()))).unlink()
-            self.step()
-        super().remove(path)
 
 
 def operations(directory: Path, steps: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penteract.checkpoint import io
+from penteract.checkpoint import io, writing
 from penteract.checkpoint.examine import verify
 from penteract.checkpoint.format import DTYPES, CheckpointError
 from penteract.checkpoint.io import Record, Shard, load, read_manifest, read_tensor, save
@@ -107,6 +107,7 @@ def test_views_are_saved_and_filled_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
 ) -> None:
     monkeypatch.setattr(io, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(writing, "BUCKET_BYTES", bucket_bytes)
     storage = labelled((12, 9), "float64")
     left, turned = storage[2:8, 1:4], storage[8:, 4:].T
     shape = (6, 8)
@@ -297,6 +298,7 @@ def test_memory_is_a_bucket_besides_the_tensors(
 ) -> None:
     bucket, shape = 1 << 20, (4096, 4096)  # 64 MiB
     monkeypatch.setattr(io, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(writing, "BUCKET_BYTES", bucket)
 
     def body() -> tuple[int, int]:
         tensor = torch.ones(shape).T  # a view, so that saving has to copy

@@ -10,17 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import (
-    assert_same_state,
-    curve,
-    evaluations,
-    metrics,
-    newest,
-    run,
-    tensors,
-    write_config,
-    write_corpus,
-)
 
 from penteract.checkpoint.io import read_manifest
 from penteract.checkpoint.model import load_model
@@ -34,6 +23,17 @@ from penteract.mesh import create_mesh
 from penteract.nn.sequences import MicroBatch
 from penteract.train.language_model import language_model
 from penteract.train.run import Run
+from runs import (
+    assert_same_state,
+    curve,
+    evaluations,
+    metrics,
+    newest,
+    run,
+    tensors,
+    write_config,
+    write_corpus,
+)
 
 # The contract's keys, in its order, then the parts of a step that we report besides.
 KEYS = [
@@ -56,6 +56,7 @@ def test_what_a_run_writes(tmp_path: Path) -> None:
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 6]
+    assert [line["step"] for line in lines if line.pop("save_ms", None)] == [3, 5]
     for line in lines:
         assert list(line) in (KEYS, ["step", "valid"])
     assert list(evaluations(folder)) == [4, 6]
