@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,21 @@ from penteract.checkpoint.model import owned
 from penteract.checkpoint.plan import Shard
 from penteract.checkpoint.saving import Saving, save, start_save
 from penteract.checkpoint.writing import Staging
-from penteract.collectives import all_reduce_, exchange, meet
-from penteract.config import Config, ConfigError
-from penteract.mesh import Mesh, create_channels, single
+from penteract.collectives import all_reduce_, exchange
+from penteract.config import Config
+from penteract.mesh import Mesh
 from penteract.nn.sequences import Training
-from penteract.optim.groups import group_of, unmatched
 from penteract.optim.loss_scale import LossScale, LossScaleError
 from penteract.optim.norm import clip_coefficient, count_zeros, gradient_norm
 from penteract.optim.optimizer import build
 from penteract.optim.schedule import learning_rate
-from penteract.parallel.buckets import Sharding
-from penteract.parallel.buffers import Buffers
-from penteract.parallel.pipeline.executor import Executor, Output, Shape, Timed
+from penteract.parallel.pipeline.executor import Output, Shape, Timed
 from penteract.parallel.pipeline.lowering import lower
 from penteract.parallel.pipeline.trace import Row
+from penteract.train.assembly import buffers_of, executor_of
 from penteract.train.loads import Loads
 from penteract.train.metrics import peak_memory_bytes
 from penteract.train.nonfinite import NonFiniteError, explain, first_parameter
-from penteract.train.pipeline import check_backend
 from penteract.train.rerun import (
     Injected,
     Outliers,
@@ -56,16 +52,6 @@ from penteract.train.rerun import (
 from penteract.train.saved_state import held, load_weights, record, resume
 from penteract.train.task import Task
 from penteract.train.watchdog import Activity
-
-
-def sharding_of(config: Config, mesh: Mesh) -> tuple[Sharding, Sharding | None]:
-    """Who owns what of dense parameters, and of experts' where the model has some, and where: as
-    `parallel.zero`, `parallel.replicas`, `optim.offload` say.
-    """
-    parallel = config.parallel
-    how = parallel.zero, parallel.replicas, parallel.dp_overlap, config.optim.offload
-    dense = Sharding.over(mesh.axis("dp-cp"), *how)
-    return dense, None if config.moe is None else Sharding.over(mesh.axis("edp"), *how)
 
 
 @dataclass(frozen=True)
@@ -109,30 +95,17 @@ class Run:
         self.on_gradients = on_gradients  # called in an update before gradients are clipped
         self.activity = Activity()
         self.task, self.config, self.mesh, self.device, self.read = task, config, mesh, device, read
-        self.axis, seed, pipeline = mesh.axis("dp-cp"), config.train.seed, task.pipeline
-        self._check_pipeline()
-        self.executor = self._executor()
-        apart = pipeline.placement[0] != pipeline.placement[-1]
-        tied = mesh.axis("tied") if apart else single("tied")
+        self.axis, pipeline = mesh.axis("dp-cp"), task.pipeline
+        self.executor = executor_of(task, config, mesh, device, self.activity.now)
         self._programs = functools.cache(
             lambda m: lower(pipeline.schedule(m))[mesh.axis("pp").rank]
         )
         self._forwards = functools.cache(
             lambda m: lower(pipeline.forwards(m))[mesh.axis("pp").rank]
         )
-        dense, experts = sharding_of(config, mesh)
-        self.buffers = Buffers(
-            task.model,
-            dense,
-            experts=experts,
-            seed=seed,
-            device=device,
-            more_axes=[mesh.axis("tp"), tied, mesh.axis("etp")],
-            group_of=group_of(config.optim.rules),
-        )
+        self.buffers = buffers_of(task, config, mesh, device)
         self.loads = Loads(task.model, mesh, device)
-        self._check_rules()
-        self.optimizer = build(self.buffers, config.optim, mesh.axes, seed=seed)
+        self.optimizer = build(self.buffers, config.optim, mesh.axes, seed=config.train.seed)
         self.loss_scale = LossScale.of(config.optim, config.train.dtype)
         deviations = config.train.outlier if config.train.rerun == "outliers" else None
         self.outliers = Outliers(deviations)
@@ -144,43 +117,6 @@ class Run:
         self.step = self.tokens = self.skipped = 0
         self.unused: list[str] = []  # parameters that this rank's last step did not reach
         self.times: list[Timed] | None = None  # of the last step's actions, where it is traced
-
-    def _check_pipeline(self) -> None:
-        wanted, ranks = self.config.parallel.pp, self.mesh.axis("pp").size
-        has = max(self.task.pipeline.placement) + 1
-        if not wanted == ranks == has:
-            raise ConfigError(
-                f"parallel.pp = {wanted}, the mesh has {ranks} pipeline ranks, and the stages of "
-                f"the task lie on {has}: they must be as many (see penteract.train.task.Pipeline)"
-            )
-
-    def _executor(self) -> Executor:
-        """With the channels that the pipeline needs, made and tried in one order on all ranks."""
-        parallel, pp = self.config.parallel, self.mesh.axis("pp")
-        check_backend(parallel.pp_backend, self.device)
-        places = itertools.pairwise(self.task.pipeline.placement)
-        neighbours = [(a, b) for a, b in places if a != b]
-        channels = create_channels(
-            pp,
-            [*neighbours, *((b, a) for a, b in neighbours)],
-            backend=parallel.pp_backend,
-            timeout=timedelta(seconds=parallel.pp_timeout_s),
-        )
-        for channel in channels.values():
-            meet(channel, self.device)
-        return Executor(pp.rank, channels, self.device, self.task.pipeline.turns, self.activity.now)
-
-    def _check_rules(self) -> None:
-        """Raise ConfigError on all ranks where a user's rule matches no tensor of the model."""
-        if not self.config.optim.rules:
-            return
-        buckets = self.buffers.all_buckets
-        slots = [slot for bucket in buckets for slot in bucket.slots]
-        names = sorted({p.tensor for slot in slots for p in slot.entry.placement.pieces})
-        answers = exchange(json.dumps(names).encode(), self.mesh.axis("world"))
-        everywhere = dict.fromkeys(name for answer in answers for name in json.loads(answer))
-        if messages := unmatched(self.config.optim.rules, everywhere):
-            raise ConfigError("\n".join(messages))
 
     # --- one update
 

@@ -32,7 +32,7 @@ from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import materialise
 from penteract.pending import Pending
 from penteract.testing import run_ranks, world_axis
-from penteract.train.run import sharding_of
+from penteract.train.assembly import sharding_of
 
 SEED = 3
 NAMES = ("adamw", "sgd", "muon")

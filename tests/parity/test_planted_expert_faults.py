@@ -11,7 +11,6 @@ from parity.training import first_difference, reference, samples_of
 from reference.mixture import Padding
 from torch import Tensor
 
-from penteract.collectives import all_to_all
 from penteract.config import Config
 from penteract.mesh import Axis, Mesh, single
 from penteract.nn import balance as balance_module
@@ -24,8 +23,9 @@ from penteract.nn.router import RouterSpec, Routing, Tokens, _Whole
 from penteract.parallel.buckets import Sharding
 from penteract.parallel.expert import grouped as grouped_module
 from penteract.parallel.expert.all_to_all import _Sent
+from penteract.parallel.expert.travel import Travel
 from penteract.placement import AxisUse, Placement
-from penteract.train import run as run_module
+from penteract.train import assembly
 from penteract.train.loads import Loads
 from penteract.train.run import Run
 
@@ -87,7 +87,7 @@ def experts_summed_over_all_data_ranks(patch: pytest.MonkeyPatch) -> None:
         named = dataclasses.replace(axis, name="edp")
         return tuple(Sharding.over(each, zero, 1, True, False) for each in (axis, named))
 
-    patch.setattr(run_module, "sharding_of", everywhere)
+    patch.setattr(assembly, "sharding_of", everywhere)
 
 
 def down_bias_on_every_etp_rank(patch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def results_of_one_rank_only(patch: pytest.MonkeyPatch) -> None:
     """Of a token that went to two ranks the second's overwrites that of the first."""
 
     def leave(self: _Sent, y: Tensor) -> Tensor:
-        back = all_to_all(y, self.axis, self.coming, self.going)
+        (back,) = Travel(self.turns, self.back, self.there, y).wait()
         return back.new_zeros(self.length, back.shape[1]).index_copy(0, self.token, back)
 
     patch.setattr(_Sent, "leave", leave)

@@ -44,7 +44,7 @@ from penteract.parallel.buffers import Buffers
 from penteract.parallel.parameters import kept_tensors
 from penteract.parallel.tensor import TensorParallel
 from penteract.testing import run_ranks, world_axis
-from penteract.train import run as run_module
+from penteract.train import assembly
 from penteract.train.language_model import synthetic_task
 from penteract.train.run import Run
 from penteract.train.task import Task
@@ -158,7 +158,7 @@ def new_run(cell: Cell, mesh: Mesh, *, task: Task | None = None, **train: Any) -
     task = packed_task(cell, config, mesh) if task is None else task
     sized = functools.partial(Buffers, bucket_bytes=cell.bucket_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "Buffers", sized)
+        patch.setattr(assembly, "Buffers", sized)
         return Run(task, config, mesh, torch.device("cpu"))
 
 
