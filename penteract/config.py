@@ -80,6 +80,11 @@ def resolve(config: Config) -> Config:
     if ends != sorted(set(ends)):
         raise ConfigError(f"train.ramp: steps must rise, got {ends}")
     _check_start(config.checkpoint, config.moe)
+    if config.checkpoint.keep_every and config.checkpoint.keep is None:
+        raise ConfigError(
+            f"checkpoint.keep_every = {config.checkpoint.keep_every}: all steps are kept: give "
+            "checkpoint.keep, the number of newest ones to keep besides, or leave it out"
+        )
     return dataclasses.replace(
         config,
         model=_resolve_model(config.model, config.data.seq),

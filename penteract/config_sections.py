@@ -347,7 +347,13 @@ class CheckpointConfig:
     every: Natural = 0
     """Steps between checkpoints; the last step is always saved."""
     keep: Count | None = None
-    """Keep the newest N; all unless given."""
+    """Keep the newest N; all unless given. The newest good one and pinned ones always stay."""
+    keep_every: Count | None = None
+    """With checkpoint.keep: keep the steps that this divides, too."""
+    verify: Literal["hashes", "sizes"] = "hashes"
+    """What is looked at before a checkpoint is loaded: every byte, or lengths and headers alone."""
+    fall_back: bool = True
+    """Continue from an older step where newer ones are damaged; false: stop, and name it."""
     load: str | None = None
     """Start a fresh run from this checkpoint's weights; relative to the current directory."""
     load_state: bool = False

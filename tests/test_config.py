@@ -70,7 +70,7 @@ def test_every_key_of_the_contract_is_there() -> None:
         "data": "train valid seq tokenizer seed",
         "optim": "name lr min_lr warmup decay schedule weight_decay betas eps clip",
         "train": "steps global_batch micro_batch dtype seed eval_every eval_steps max_minutes",
-        "checkpoint": "dir every keep load load_state upcycle",
+        "checkpoint": "dir every keep keep_every verify fall_back load load_state upcycle",
         "log": "dir every tensorboard",
     }
     for section, names in contract.items():
@@ -115,7 +115,10 @@ FULL: dict[str, dict[str, Any]] = {
     },
     "optim": {"lr": 1e-3, "min_lr": 1e-5, "warmup": 3, "schedule": "wsd", "cooldown": 5},
     "train": {"steps": 50, "ramp": [[10, 2], [20, 4]], "max_minutes": 1.5, "dtype": "bfloat16"},
-    "checkpoint": {"every": 5, "keep": 2, "load": "other", "load_state": True},
+    "checkpoint": {
+        "every": 5, "keep": 2, "keep_every": 3, "verify": "sizes", "fall_back": False,
+        "load": "other", "load_state": True,
+    },
     "log": {"dir": "x y", "tensorboard": True},
 }  # fmt: skip
 
@@ -211,7 +214,9 @@ def test_help_has_every_key_and_its_meaning() -> None:
         ("data", "train", ["a", {"prefix": "b", "weight": 1}], "a weight or none; without one: "),
         ("data", "valid_fraction", 1.0, "data.valid_fraction = 1.0"),
         ("checkpoint", "keep", 0, "checkpoint.keep = 0"),
-        ("checkpoint", "load_state", True, "needs checkpoint.load"),
+        ("checkpoint", "keep_every", 5, "keep_every = 5: all steps are kept: give checkpoint.keep"),
+        ("checkpoint", "verify", "size", "checkpoint.verify = 'size'"),
+        ("checkpoint", "load_state", True, "load_state = true needs checkpoint.load"),
         ("log", "every", 0, "log.every = 0"),
     ],
 )

@@ -210,12 +210,17 @@ def _fair_shares(load: Sequence[int], total: int) -> list[int]:
 
 
 def compare(
-    tensors: Mapping[str, StoredTensor], wanted: Iterable[Shard], *, skip: tuple[str, ...] = ()
+    tensors: Mapping[str, StoredTensor],
+    wanted: Iterable[Shard],
+    *,
+    skip: tuple[str, ...] = (),
+    unread: Collection[str] = (),
 ) -> list[str]:
     """Every way in which a checkpoint's tensors are not those that are wanted, one line each.
 
-    Names must be the same, both ways, but for stored names that begin with one of `skip`; so must
-    shapes and dtypes. Nothing is guessed: an empty list is the only licence to load.
+    Names must be the same, both ways, but for stored names that begin with one of `skip` or are
+    among `unread`; so must shapes and dtypes. Nothing is guessed: an empty list is the only
+    licence to load.
     """
     kinds: dict[str, set[tuple[tuple[int, ...], str]]] = defaultdict(set)
     for shard in wanted:
@@ -224,7 +229,7 @@ def compare(
     for name in sorted(kinds.keys() | tensors.keys()):
         stored = tensors.get(name)
         if name not in kinds:
-            if not name.startswith(skip):
+            if not name.startswith(skip) and name not in unread:
                 lines.append(f"  {name}: in the checkpoint, not in the model")
             continue
         for shape, dtype in sorted(kinds[name]):

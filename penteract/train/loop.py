@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from penteract.checkpoint.io import agreed, find_step, lock, newest, retain
+from penteract.checkpoint.io import agreed, find_step, latest_good, lock, retain
 from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh
@@ -46,7 +46,8 @@ def train(
         run = Run(task, config, mesh, device)
         for note in task.notes:
             metrics.say(note)
-        found = newest(checkpoints, axis=world)
+        hashes, fall_back = config.checkpoint.verify == "hashes", config.checkpoint.fall_back
+        found = latest_good(checkpoints, hashes=hashes, fall_back=fall_back, axis=world)
         metrics.say(_restore(run, found))
         if rank0:
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -94,7 +95,7 @@ def _restore(run: Run, path: Path | None) -> str:
         return f"starting from seed {run.config.train.seed}"
     path = find_step(options.load)
     if options.load_state:
-        changes = run.resume(path)
+        changes = run.resume(path, check_hashes=options.verify == "hashes")
         return "\n  ".join([f"starting from {path}, its moments, its step {run.step}", *changes])
     changes = run.load_weights(path)
     return "\n  ".join([f"starting from the weights of {path}", *changes])
@@ -112,6 +113,7 @@ def _write_trace(run: Run, rows: Sequence[Row], metrics: Metrics) -> None:
 def _save(run: Run, checkpoints: Path, metrics: Metrics) -> int:
     path = run.save(checkpoints)
     if run.mesh.rank == 0:
-        retain(checkpoints, run.config.checkpoint.keep)
+        options = run.config.checkpoint
+        retain(checkpoints, options.keep, keep_every=options.keep_every)
     metrics.say(f"step {run.step:>6}  saved {path}")
     return run.step

@@ -378,7 +378,7 @@ class Run:
             for shard, view in shards
             if shard.tensor not in fresh
         ]
-        load_as(path, wanted, axis=world, check_hashes=check_hashes, skip=tuple(unread))
+        load_as(path, wanted, axis=world, check_hashes=check_hashes, unread=unread)
         start_state(self.buffers, self.optimizer, fresh)
         self.step, self.tokens = manifest.state["step"], manifest.state["tokens"]
         self.skipped = manifest.state.get("skipped", 0)
