@@ -23,9 +23,10 @@ import errno
 import logging
 import secrets
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,12 @@ def save(
     plan = save_plan(known)
     name, nonce = step_name(told[0]["step"]), told[0]["nonce"]
     needed = sum(written_bytes(writes) for writes in plan)
-    writing = _Writing(directory / f".tmp-{name}-{nonce}", needed, files)
+    contents = partial(_contents, held=shards)
+    writing = Writing(directory / f".tmp-{name}-{nonce}", needed, files)
     try:
         agreed(axis, lambda: writing.prepare() if axis.rank == 0 else None)
-        written = together(axis, lambda: writing.tensors(axis.rank, plan[axis.rank], shards))
-        manifest = _manifest(record, known, plan, written)
+        written = together(axis, lambda: writing.tensors(axis.rank, plan[axis.rank], contents))
+        manifest = manifest_of(record, known, plan, written)
         agreed(axis, lambda: writing.commit(manifest) if axis.rank == 0 else None)
     except Exception as error:
         # All ranks have closed their files: the last thing each did was to say so.
@@ -175,7 +177,7 @@ def _in_file_order(writes: Sequence[Write]) -> list[Write]:
     return sorted(writes, key=lambda write: (-write.shard.item_bytes, write.key))
 
 
-def _manifest(
+def manifest_of(
     record: Record,
     known: Sequence[Sequence[Shard]],
     plan: Sequence[Sequence[Write]],
@@ -201,7 +203,7 @@ def _manifest(
 
 
 @dataclass(frozen=True)
-class _Writing:
+class Writing:
     """The stages of one save that touch the disk, in its temporary directory."""
 
     temporary: Path
@@ -216,18 +218,19 @@ class _Writing:
         except OSError as error:
             raise self._refusal(self.temporary, self.needed_bytes, error) from error
 
-    def tensors(self, rank: int, writes: Sequence[Write], held: Held) -> list[Any] | None:
+    def tensors(
+        self, rank: int, writes: Sequence[Write], contents: Callable[[Write], Iterable[memoryview]]
+    ) -> list[Any] | None:
         """Write this rank's file; its [bytes, hash], or None where it has nothing to write."""
         if not writes:
             return None
         path = self.temporary / _file_name(rank)
         writes = _in_file_order(writes)
         header = header_bytes([(w.key, w.shard.dtype, w.box.size) for w in writes])
-        contents = (data for w in writes for data in _contents(w, held[w.source][1]))
         try:
             with HashedFile(path, self.files) as out:
                 out.write(header)
-                for data in contents:
+                for data in chain.from_iterable(map(contents, writes)):
                     out.write(data)
                 stored = out.finish()
         except OSError as error:
@@ -266,14 +269,19 @@ class _Writing:
         )
 
 
-def _contents(write: Write, tensor: torch.Tensor) -> Iterator[memoryview]:
+def _contents(write: Write, held: Held) -> Iterator[memoryview]:
     """The values of `write.box`, row after row, as bytes on the host, a bucket at a time."""
     for box in buckets(write.box, BUCKET_BYTES // write.shard.item_bytes):
-        part = tensor.detach()[box.relative_to(write.shard.box.offset).slices()]
-        flat = part.contiguous().to("cpu").reshape(-1)  # [elements of the bucket]
-        # One element counts as contiguous whatever its stride; as bytes it needs stride 1.
-        flat = flat.as_strided((flat.numel(),), (1,))
-        yield flat.view(torch.uint8).numpy().data
+        part = held[write.source][1].detach()[box.relative_to(write.shard.box.offset).slices()]
+        yield bytes_of(part)
+
+
+def bytes_of(part: torch.Tensor) -> memoryview:
+    """The values of a tensor, row after row, on the host."""
+    flat = part.contiguous().to("cpu").reshape(-1)  # [elements]
+    # One element counts as contiguous whatever its stride; as bytes it needs stride 1.
+    flat = flat.as_strided((flat.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 def load(
