@@ -17,6 +17,7 @@ from penteract.config_values import (
     Fraction,
     MoELayers,
     Natural,
+    Patterns,
     Positive,
     Real,
     Recompute,
@@ -356,6 +357,11 @@ class CheckpointConfig:
     """Continue from an older step where newer ones are damaged; false: stop, and name it."""
     load: str | None = None
     """Start a fresh run from this checkpoint's weights; relative to the current directory."""
+    load_only: Patterns = ()
+    """With checkpoint.load: only tensors that match one of these shell patterns, as for
+    [[optim.rules]]; all others keep their initial values."""
+    load_missing: Patterns = ()
+    """With checkpoint.load: tensors that match may be missing there; they keep initial values."""
     load_state: bool = False
     """With checkpoint.load: its moments, step and data cursor too."""
     upcycle: bool = False
