@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from penteract import options
+from penteract import checkpoint_command, options
 from penteract.errors import UserError
 from penteract.launch import die_with_parent, environment, report_failure
 from penteract.local_ranks import Restarts, start_local
@@ -329,24 +329,6 @@ def data_show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def checkpoint_inspect(arguments: argparse.Namespace) -> int:
-    """Describe a checkpoint."""
-    from penteract.checkpoint.io import find_step, inspect
-
-    print("\n".join(inspect(find_step(arguments.checkpoint))))
-    return 0
-
-
-def checkpoint_verify(arguments: argparse.Namespace) -> int:
-    """Read a checkpoint whole and check every hash."""
-    from penteract.checkpoint.io import find_step, verify
-
-    path = find_step(arguments.checkpoint)
-    faults = verify(path)
-    print("\n".join(faults) if faults else f"{path}: every file is as it was written")
-    return 1 if faults else 0
-
-
 def generate(arguments: argparse.Namespace) -> int:
     """Write text with a trained model."""
     import torch
@@ -426,8 +408,12 @@ RUNS: Mapping[str, options.Command] = MappingProxyType(
         "data chat": data_chat,
         "data inspect": data_inspect,
         "data show": data_show,
-        "checkpoint inspect": checkpoint_inspect,
-        "checkpoint verify": checkpoint_verify,
+        "checkpoint inspect": checkpoint_command.inspect,
+        "checkpoint verify": checkpoint_command.verify,
+        "checkpoint reshard": checkpoint_command.reshard,
+        "checkpoint diff": checkpoint_command.diff,
+        "checkpoint pin": checkpoint_command.pin,
+        "checkpoint unpin": checkpoint_command.unpin,
         "generate": generate,
     }
 )

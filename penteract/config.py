@@ -82,6 +82,11 @@ def resolve(config: Config) -> Config:
     if ends != sorted(set(ends)):
         raise ConfigError(f"train.ramp: steps must rise, got {ends}")
     _check_start(config.checkpoint, config.moe)
+    if config.checkpoint.keep_every and config.checkpoint.keep is None:
+        raise ConfigError(
+            f"checkpoint.keep_every = {config.checkpoint.keep_every}: all steps are kept: give "
+            "checkpoint.keep, the number of newest ones to keep besides, or leave it out"
+        )
     return dataclasses.replace(
         config,
         model=_resolve_model(config.model, config.data.seq),
@@ -106,9 +111,17 @@ def _check_weights(sources: tuple[SourceConfig, ...]) -> None:
 
 def _check_start(checkpoint: CheckpointConfig, moe: MoEConfig | None) -> None:
     """What a run is to start from."""
-    for key in ("load_state", "upcycle"):
-        if getattr(checkpoint, key) and checkpoint.load is None:
-            raise ConfigError(f"checkpoint.{key} = true needs checkpoint.load")
+    for key in ("load_state", "upcycle", "load_only", "load_missing"):
+        value = getattr(checkpoint, key)
+        if value and checkpoint.load is None:
+            said = "true" if value is True else list(value)
+            raise ConfigError(f"checkpoint.{key} = {said} needs checkpoint.load")
+    if checkpoint.load_state and (checkpoint.load_only or checkpoint.load_missing):
+        key = "load_only" if checkpoint.load_only else "load_missing"
+        raise ConfigError(
+            f"checkpoint.load_state = true goes on with the whole of another run: leave it out, or "
+            f"checkpoint.{key}"
+        )
     if not checkpoint.upcycle:
         return
     if moe is None:

@@ -17,6 +17,7 @@ from penteract.config_values import (
     Fraction,
     MoELayers,
     Natural,
+    Patterns,
     Positive,
     Real,
     Recompute,
@@ -375,7 +376,13 @@ class CheckpointConfig:
     every: Natural = 0
     """Steps between checkpoints; the last step is always saved."""
     keep: Count | None = None
-    """Keep the newest N; all unless given."""
+    """Keep the newest N; all unless given. The newest good one and pinned ones always stay."""
+    keep_every: Count | None = None
+    """With checkpoint.keep: keep the steps that this divides, too."""
+    verify: Literal["hashes", "sizes"] = "hashes"
+    """What is looked at before a checkpoint is loaded: every byte, or lengths and headers alone."""
+    fall_back: bool = True
+    """Continue from an older step where newer ones are damaged; false: stop, and name it."""
     asynchronous: bool = False
     """Only copy what is to be saved to host memory, and write it while training goes on."""
     when_busy: Literal["wait", "skip"] = "wait"
@@ -384,6 +391,11 @@ class CheckpointConfig:
     """End the run with an error when it has waited so long for a checkpoint to be written."""
     load: str | None = None
     """Start a fresh run from this checkpoint's weights; relative to the current directory."""
+    load_only: Patterns = ()
+    """With checkpoint.load: only tensors that match one of these shell patterns, as for
+    [[optim.rules]]; all others keep their initial values."""
+    load_missing: Patterns = ()
+    """With checkpoint.load: tensors that match may be missing there; they keep initial values."""
     load_state: bool = False
     """With checkpoint.load: its moments, step and data cursor too."""
     upcycle: bool = False

@@ -23,8 +23,12 @@ Fraction = Annotated[Real, Field(ge=0, lt=1)]
 RECOMPUTE = ("layer", "attention", "mlp", "core", "experts", "expert_act")
 
 
-def _recompute(value: object) -> object:
+def _one(value: object) -> object:
+    """A list of one may be given as what is in it."""
     return (value,) if isinstance(value, str) else value
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_one)]
 
 
 def _recompute_kind(value: str) -> str:
@@ -35,7 +39,7 @@ def _recompute_kind(value: str) -> str:
 
 
 Recompute = Annotated[
-    tuple[Annotated[str, AfterValidator(_recompute_kind)], ...], BeforeValidator(_recompute)
+    tuple[Annotated[str, AfterValidator(_recompute_kind)], ...], BeforeValidator(_one)
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 Command = Callable[[argparse.Namespace], int]
 
+CHECKPOINT = "a step, or the folder of steps"
 WITH_CONFIG = "%(prog)s CONFIG.toml [options] [--section.key VALUE ...]"
 
 
@@ -175,19 +176,37 @@ def _add_data(commands: Any, runs: Mapping[str, Command]) -> None:
 
 
 def _add_checkpoint(commands: Any, runs: Mapping[str, Command]) -> None:
-    about = "Look into checkpoints."
+    about = "Look into checkpoints, compare them, write them in other files."
     group = commands.add_parser("checkpoint", help=about, description=about, allow_abbrev=False)
     checkpoint = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in ("inspect", "verify"):
         example = f"penteract checkpoint {name} runs/default/checkpoints"
         p = _command(checkpoint, name, runs[f"checkpoint {name}"], example)
-        p.add_argument("checkpoint", metavar="CHECKPOINT", help="a step, or the folder of steps")
+        p.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    example = "penteract checkpoint reshard runs/default/checkpoints runs/weights --weights-only"
+    p = _command(checkpoint, "reshard", runs["checkpoint reshard"], example)
+    p.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    p.add_argument("out", type=Path, metavar="OUT", help="the folder of steps to write it in")
+    size = p.add_mutually_exclusive_group()
+    size.add_argument("--files", type=_positive, metavar="N", help="files of even size (1)")
+    size.add_argument("--max-bytes", type=_positive, metavar="N", help="length of a file, at most")
+    p.add_argument("--weights-only", action="store_true", help="leave masters and moments out")
+    example = "penteract checkpoint diff runs/a/checkpoints runs/b/checkpoints/step-00000100"
+    p = _command(checkpoint, "diff", runs["checkpoint diff"], example)
+    for name in ("a", "b"):
+        p.add_argument(name, metavar=name.upper(), help=CHECKPOINT)
+    p.add_argument("--all", action="store_true", help="every difference, not the worst alone")
+    p.add_argument("--json", action="store_true", help="print the differences as JSON")
+    for name in ("pin", "unpin"):
+        example = f"penteract checkpoint {name} runs/default/checkpoints/step-00001000"
+        p = _command(checkpoint, name, runs[f"checkpoint {name}"], example)
+        p.add_argument("checkpoint", metavar="STEP", help=CHECKPOINT)
 
 
 def _add_generate(commands: Any, run: Command) -> None:
     example = 'penteract generate runs/default/checkpoints --prompt "def main("'
     p = _command(commands, "generate", run, example)
-    p.add_argument("checkpoint", metavar="CHECKPOINT", help="a step, or the folder of steps")
+    p.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     p.add_argument(
         "--nproc", type=_positive, metavar="N", help="one stage on each of N local ranks"
     )

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import BASE, newest, run, write_config
 
 from penteract.checkpoint.format import CheckpointError, SaveError
 from penteract.cli import main
 from penteract.data.loader import TrainSource
 from penteract.errors import UserError
+from runs import BASE, newest, run, write_config
 
 COMMANDS = (
     "train", "verify", "layout", "loads", "data build", "data chat", "data inspect", "data show",
-    "checkpoint inspect", "checkpoint verify", "generate",
+    "checkpoint inspect", "checkpoint verify", "checkpoint reshard", "checkpoint diff",
+    "checkpoint pin", "checkpoint unpin", "generate",
 )  # fmt: skip
 
 
@@ -68,6 +69,11 @@ def test_help_lists_every_command_and_train_every_key(capsys: pytest.CaptureFixt
         ["layout", "--world", "12", "--tp", "5"], ["layout", "--world", "0"],
         ["layout", "--world", "8", "--order", "tp-xx"], ["data", "inspect", "no/such"],
         ["checkpoint", "inspect", "no/such"], ["checkpoint", "verify", "no/such"],
+        ["checkpoint", "reshard", "no/such", "out"], ["checkpoint", "reshard", "no/such"],
+        ["checkpoint", "reshard", "a", "b", "--files", "0"],
+        ["checkpoint", "reshard", "a", "b", "--files", "2", "--max-bytes", "9"],
+        ["checkpoint", "diff", "no/such", "no/such"], ["checkpoint", "diff", "no/such"],
+        ["checkpoint", "pin", "no/such"], ["checkpoint", "unpin", "no/such"],
         ["generate", "no/such"], ["data", "build", "--input", "no/such", "--output", "x"],
         ["verify"], ["verify", "no/such.toml", "--layout", "dp=2"], ["verify", "--fuzz", "0"],
         ["data", "show", "no/such.toml", "--step", "1"], ["data", "show", "--step", "1"],

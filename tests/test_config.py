@@ -70,7 +70,8 @@ def test_every_key_of_the_contract_is_there() -> None:
         "data": "train valid seq tokenizer seed",
         "optim": "name lr min_lr warmup decay schedule weight_decay betas eps clip",
         "train": "steps global_batch micro_batch dtype seed eval_every eval_steps max_minutes",
-        "checkpoint": "dir every keep asynchronous load load_state upcycle",
+        "checkpoint": "dir every keep asynchronous keep_every verify fall_back load load_state "
+        "load_only load_missing upcycle",
         "log": "dir every tensorboard",
     }
     for section, names in contract.items():
@@ -116,8 +117,9 @@ FULL: dict[str, dict[str, Any]] = {
     "optim": {"lr": 1e-3, "min_lr": 1e-5, "warmup": 3, "schedule": "wsd", "cooldown": 5},
     "train": {"steps": 50, "ramp": [[10, 2], [20, 4]], "max_minutes": 1.5, "dtype": "bfloat16"},
     "checkpoint": {
-        "every": 5, "keep": 2, "asynchronous": True, "when_busy": "skip", "load": "other",
-        "load_state": True,
+        "every": 5, "keep": 2, "keep_every": 3, "verify": "sizes", "fall_back": False,
+        "asynchronous": True, "when_busy": "skip",
+        "load": "other", "load_only": ["a*", "b.[0-9]"], "load_missing": ["b"],
     },
     "log": {"dir": "x y", "tensorboard": True},
 }  # fmt: skip
@@ -214,7 +216,11 @@ def test_help_has_every_key_and_its_meaning() -> None:
         ("data", "train", ["a", {"prefix": "b", "weight": 1}], "a weight or none; without one: "),
         ("data", "valid_fraction", 1.0, "data.valid_fraction = 1.0"),
         ("checkpoint", "keep", 0, "checkpoint.keep = 0"),
-        ("checkpoint", "load_state", True, "needs checkpoint.load"),
+        ("checkpoint", "keep_every", 5, "keep_every = 5: all steps are kept: give checkpoint.keep"),
+        ("checkpoint", "verify", "size", "checkpoint.verify = 'size'"),
+        ("checkpoint", "load_state", True, "load_state = true needs checkpoint.load"),
+        ("checkpoint", "load_only", ["a", "b"], "load_only = ['a', 'b'] needs checkpoint.load"),
+        ("checkpoint", "load_missing", "a*", "load_missing = ['a*'] needs checkpoint.load"),
         ("log", "every", 0, "log.every = 0"),
     ],
 )

@@ -32,6 +32,7 @@ ARROW: tuple[tuple[str, ...] | set[str], ...] = (
         "schedule_command",
         "load_picture",
         "load_command",
+        "checkpoint_command",
         "options",
         "launch",
         "local_ranks",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import stat
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penteract.checkpoint.format import (
@@ -18,7 +19,9 @@ from penteract.checkpoint.format import (
     from_json,
     parse_header,
 )
-from penteract.checkpoint.storage import hash_file
+from penteract.checkpoint.storage import hash_file, in_use
+
+PINNED = "pinned"
 
 
 def read_manifest(path: Path | str) -> Manifest:
@@ -36,10 +39,28 @@ def read_manifest(path: Path | str) -> Manifest:
     return from_json(text, str(file))
 
 
+@contextmanager
+def reading(path: Path | str) -> Iterator[Manifest]:
+    """The manifest of the step directory `path`, which no run's retention removes meanwhile.
+
+    Raises CheckpointError.
+    """
+    manifest = read_manifest(path)
+    with in_use(Path(path) / MANIFEST):
+        yield manifest
+
+
 def check_files(
-    path: Path | str, manifest: Manifest, names: Iterable[str], *, hashes: bool
+    path: Path | str,
+    manifest: Manifest,
+    names: Iterable[str],
+    *,
+    hashes: bool,
+    told: Callable[[int], None] = lambda more_bytes: None,
 ) -> list[str]:
     """What is wrong with these files of a step, one line each; `hashes` reads them whole.
+
+    `told` hears of the bytes of each file once it was looked at.
 
     Without hashes: each is a regular file of the right length, and its header lists the keys,
     dtypes and shapes that the manifest says. The library opens only files that passed.
@@ -57,6 +78,7 @@ def check_files(
             faults.append(str(error))
         except OSError as error:
             faults.append(f"{Path(path) / name}: cannot be read ({error.strerror})")
+        told(manifest.files[name].bytes)
     return faults
 
 
@@ -94,14 +116,25 @@ def _check_file(
         )
 
 
-def verify(path: Path | str, *, hashes: bool = True) -> list[str]:
-    """Every fault of the step directory `path`, one line each; none: it can be loaded."""
+def verify(
+    path: Path | str,
+    *,
+    hashes: bool = True,
+    deal: tuple[int, int] = (0, 1),
+    told: Callable[[int], None] = lambda more_bytes: None,
+) -> list[str]:
+    """Every fault of the step directory `path`, one line each; none: it can be loaded.
+
+    With a deal of (rank, ranks), of the files that are this rank's to look at. `told` is that of
+    `check_files`.
+    """
     path = Path(path)
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
-    faults = check_files(path, manifest, sorted(manifest.files), hashes=hashes)
+    mine = sorted(manifest.files)[deal[0] :: deal[1]]
+    faults = check_files(path, manifest, mine, hashes=hashes, told=told)
     if path.name.startswith("step-") and path.name.removeprefix("step-").isdecimal():
         named = int(path.name.removeprefix("step-"))
         if named != manifest.step:
@@ -112,6 +145,7 @@ def verify(path: Path | str, *, hashes: bool = True) -> list[str]:
 def inspect(path: Path | str) -> list[str]:
     """The step directory `path` in words, for people: totals, layout, tensors, files."""
     manifest = read_manifest(path)
+    pinned = ["pinned: no run removes it"] if (Path(path) / PINNED).exists() else []
     elements = sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
     tensor_bytes = sum(tensor.bytes for tensor in manifest.tensors.values())
     lines = [
@@ -119,6 +153,7 @@ def inspect(path: Path | str) -> list[str]:
         f"{tensor_bytes} bytes in {len(manifest.files)} files",
         "layout: " + (_pairs(manifest.layout) or "not said"),
         "state: " + (_pairs(manifest.state) or "none"),
+        *pinned,
         "tensors:",
     ]
     width = max((len(name) for name in manifest.tensors), default=0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from penteract.checkpoint.agreement import agreed, together
 from penteract.checkpoint.cover import buckets
-from penteract.checkpoint.examine import check_files, inspect, read_manifest, verify
+from penteract.checkpoint.examine import check_files, inspect, read_manifest, reading, verify
 from penteract.checkpoint.format import CheckpointError, Manifest, SaveError
 from penteract.checkpoint.plan import Read, Shard, compare, load_plan
 from penteract.checkpoint.saving import Record, describe, save, shards_from
@@ -35,7 +35,6 @@ __all__ = [
     "latest_good",
     "load",
     "lock",
-    "newest",
     "read_manifest",
     "read_tensor",
     "retain",
@@ -46,42 +45,6 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 
-def newest(directory: Path | str, *, axis: Axis) -> Path | None:
-    """The newest step whose every file is as it was written; None where no step was ever saved.
-
-    Rank 0 of `axis` chooses, hashing is dealt over the ranks, and a damaged step is passed over
-    with a log line. Raises CheckpointError on all ranks where no step is good.
-    """
-    before: int | None = None
-    damaged: list[str] = []
-
-    def look() -> str | None:
-        found = latest_good(directory, fall_back=True, before=before) if axis.rank == 0 else None
-        return None if found is None else found.name
-
-    while True:
-        name = together(axis, look)[0]
-        if name is None:
-            if damaged:
-                raise CheckpointError(f"{directory}: no good step is left:\n" + "\n".join(damaged))
-            return None
-        path = Path(directory) / name
-        found = together(axis, partial(_faults, path, axis))
-        if not (faults := [fault for of_rank in found for fault in of_rank]):
-            return path
-        before = read_manifest(path).step
-        damaged.append(f"step {before} is damaged: {'; '.join(faults)}")
-        if axis.rank == 0:
-            log.warning("%s", damaged[-1])
-
-
-def _faults(path: Path, axis: Axis) -> list[str]:
-    """What is wrong with this rank's deal of a step's files, which it reads whole."""
-    manifest = read_manifest(path)
-    mine = sorted(manifest.files)[axis.rank :: axis.size]
-    return check_files(path, manifest, mine, hashes=True)
-
-
 def load(
     path: Path | str,
     wanted: Held,
@@ -89,26 +52,26 @@ def load(
     axis: Axis | None = None,
     check_hashes: bool = True,
     skip: tuple[str, ...] = (),
+    unread: Collection[str] = (),
 ) -> Manifest:
     """Fill the tensors of `wanted` from the step directory `path`; the step's manifest.
 
     Together with all ranks of `axis`, whatever layout the step was saved from. The names wanted on
-    all ranks together must be the stored ones, but for stored names that begin with one of `skip`,
-    which stay unread; shapes and dtypes must be the same. Raises CheckpointError on all ranks,
+    all ranks together must be the stored ones, but for stored names that begin with one of `skip`
+    or are among `unread`; shapes and dtypes must be the same. Raises CheckpointError on all ranks,
     listing every mismatch or damaged file, before any tensor is changed. `check_hashes` reads
-    every file once, the ranks sharing the files out.
+    every file once, the ranks sharing the files out. No run's retention removes the step meanwhile.
     """
     path, axis = Path(path), axis or single("world")
     told = together(axis, lambda: describe(wanted, None, axis))
-    manifest = agreed(axis, lambda: read_manifest(path))
-    mismatches = compare(
-        manifest.tensors, (s for a in told for s in shards_from(a["shards"])), skip=skip
-    )
-    if mismatches:
-        raise CheckpointError(f"{path} is not of this model:\n" + "\n".join(mismatches))
-    reads = agreed(axis, lambda: load_plan(manifest.tensors, [s for s, _ in wanted]))
-    agreed(axis, lambda: _check_dealt(path, manifest, axis, check_hashes=check_hashes))
-    agreed(axis, lambda: _fill(path, reads, wanted))
+    shards = [shard for answer in told for shard in shards_from(answer["shards"])]
+    with contextlib.ExitStack() as stack:
+        manifest = agreed(axis, lambda: stack.enter_context(reading(path)))
+        if mismatches := compare(manifest.tensors, shards, skip=skip, unread=unread):
+            raise CheckpointError(f"{path} is not of this model:\n" + "\n".join(mismatches))
+        reads = agreed(axis, lambda: load_plan(manifest.tensors, [s for s, _ in wanted]))
+        agreed(axis, lambda: _check_dealt(path, manifest, axis, check_hashes=check_hashes))
+        agreed(axis, lambda: _fill(path, reads, wanted))
     return manifest
 
 

@@ -118,6 +118,15 @@ def save_plan(shards_by_rank: Sequence[Sequence[Shard]]) -> list[list[Write]]:
     return plan
 
 
+def even_plan(shards: Sequence[Shard], files: int) -> list[list[Write]]:
+    """For each of `files`, what is written to it by one who has all of `shards`; bytes are even."""
+    items = [_Item(shard, shard.box, ((0, number),)) for number, shard in enumerate(shards)]
+    plan: list[list[Write]] = [[] for _ in range(files)]
+    for file, part in _deal([i for i in items if i.bytes], range(files), [0] * files):
+        plan[file].append(Write(part.sources[0][1], part.shard, part.box))
+    return plan
+
+
 def _disagreements(name: str, holders: Sequence[tuple[int, int, Shard]]) -> list[str]:
     """What is wrong with one tensor's shards: kinds that differ, boxes outside, a gap."""
     first = holders[0][2]
@@ -166,7 +175,7 @@ def _items(holders: Sequence[tuple[int, int, Shard]]) -> list[_Item]:
 
 
 def _deal(
-    items: Sequence[_Item], ranks: tuple[int, ...], load: Sequence[int]
+    items: Sequence[_Item], ranks: Sequence[int], load: Sequence[int]
 ) -> Iterator[tuple[int, _Item]]:
     """Lay `items` end to end and give each of `ranks` its share of the line, cut where it ends."""
     shares = _fair_shares([load[rank] for rank in ranks], sum(item.bytes for item in items))
@@ -210,12 +219,17 @@ def _fair_shares(load: Sequence[int], total: int) -> list[int]:
 
 
 def compare(
-    tensors: Mapping[str, StoredTensor], wanted: Iterable[Shard], *, skip: tuple[str, ...] = ()
+    tensors: Mapping[str, StoredTensor],
+    wanted: Iterable[Shard],
+    *,
+    skip: tuple[str, ...] = (),
+    unread: Collection[str] = (),
 ) -> list[str]:
     """Every way in which a checkpoint's tensors are not those that are wanted, one line each.
 
-    Names must be the same, both ways, but for stored names that begin with one of `skip`; so must
-    shapes and dtypes. Nothing is guessed: an empty list is the only licence to load.
+    Names must be the same, both ways, but for stored names that begin with one of `skip` or are
+    among `unread`; so must shapes and dtypes. Nothing is guessed: an empty list is the only
+    licence to load.
     """
     kinds: dict[str, set[tuple[tuple[int, ...], str]]] = defaultdict(set)
     for shard in wanted:
@@ -224,7 +238,7 @@ def compare(
     for name in sorted(kinds.keys() | tensors.keys()):
         stored = tensors.get(name)
         if name not in kinds:
-            if not name.startswith(skip):
+            if not name.startswith(skip) and name not in unread:
                 lines.append(f"  {name}: in the checkpoint, not in the model")
             continue
         for shape, dtype in sorted(kinds[name]):

@@ -205,7 +205,7 @@ class _Step:
     ) -> None:
         if self.axis.rank:
             return
-        manifest = _manifest(self.record, self.known, self.plan, written)
+        manifest = manifest_of(self.record, self.known, self.plan, written)
         self.writing.commit(self.record.step, manifest_text(manifest))
         log.info("%s: committed, %d bytes", self.path, self.writing.needed_bytes)
         then()
@@ -260,7 +260,7 @@ def manifest_text(manifest: Manifest) -> str:
         raise CheckpointError(f"config, layout and state must be plain JSON: {error}") from error
 
 
-def _manifest(
+def manifest_of(
     record: Record,
     known: Sequence[Sequence[Shard]],
     plan: Sequence[Sequence[Write]],

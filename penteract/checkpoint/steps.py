@@ -1,6 +1,7 @@
 """The directory that holds the steps of a run: which are there, which is good, which may go.
 
     step-00001000/                  complete: it was renamed into place as a whole
+    step-00001000/pinned            where it is there, `retain` leaves the step
     latest                          text: the name of the newest step; a help for people and tools
     .tmp-step-00001000-<nonce>/     a save that is running, or died
     .old-step-00001000-<nonce>/     a step that is being replaced by the same step saved again
@@ -11,14 +12,18 @@ Steps are ordered by number, never by time: clocks go backwards.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
+from functools import partial
 from pathlib import Path
 
-from penteract.checkpoint.examine import verify
+from penteract.checkpoint.agreement import together
+from penteract.checkpoint.examine import PINNED, reading, verify
 from penteract.checkpoint.format import MANIFEST, CheckpointError
-from penteract.checkpoint.storage import Files, HashedFile
+from penteract.checkpoint.storage import Files, HashedFile, unused
+from penteract.mesh import Axis, single
 
 log = logging.getLogger(__name__)
 
@@ -52,34 +57,50 @@ def steps(directory: Path | str) -> list[tuple[int, Path]]:
 def latest_good(
     directory: Path | str,
     *,
-    fall_back: bool = False,
     hashes: bool = False,
-    before: int | None = None,
+    fall_back: bool = False,
+    axis: Axis | None = None,
 ) -> Path | None:
     """The newest step of `directory` that can be loaded, or None where no step was ever saved.
 
-    A step without a manifest was never finished and is passed over. A damaged one raises
-    CheckpointError naming the damaged file; with `fall_back` it is logged and the next older one
-    is tried, and the error comes only where none is good. `hashes` reads every file whole. Only
-    steps older than step number `before` are looked at, if it is given.
+    Together with all ranks of `axis`: rank 0 says which steps there are, and files are dealt over
+    the ranks; `hashes` reads them whole. A step without a manifest was never finished and is
+    passed over with a log line. So is a damaged one under `fall_back`; else CheckpointError names
+    its damaged files, and the newest good step. It is raised too where no step is good.
     """
+    directory, axis = Path(directory), axis or single("world")
+    deal = (axis.rank, axis.size)
     damaged: list[str] = []
-    for number, path in reversed(steps(directory)):
-        if before is not None and number >= before:
+    found = together(axis, lambda: _listed(directory) if axis.rank == 0 else [])[0]
+    for number, name, finished in found:
+        path = directory / name
+        if not finished:
+            _warn(f"{path}: passed over: it has no manifest, its save never finished", axis)
             continue
-        if not (path / MANIFEST).exists():
-            log.warning("%s: passed over: it has no manifest, its save never finished", path)
-            continue
-        faults = verify(path, hashes=hashes)
+        answers = together(axis, partial(verify, path, hashes=hashes, deal=deal))
+        faults = dict.fromkeys(fault for answer in answers for fault in answer)
         if not faults:
-            return path
+            break
         damaged.append(f"step {number} is damaged: " + "; ".join(faults))
-        if not fall_back:
-            raise CheckpointError(damaged[0] + ". Falling back to an older step was not asked for")
-        log.warning("%s", damaged[-1])
-    if damaged:
-        raise CheckpointError(f"{directory}: no good step is left:\n" + "\n".join(damaged))
-    return None
+        if fall_back:
+            _warn(damaged[-1], axis)
+    else:
+        if damaged:
+            raise CheckpointError(f"{directory}: no good step is left:\n" + "\n".join(damaged))
+        return None
+    if damaged and not fall_back:
+        raise CheckpointError("\n".join([*damaged, f"the newest good step is {path}"]))
+    return path
+
+
+def _listed(directory: Path) -> list[tuple[int, str, bool]]:
+    """(number, name, whether it has a manifest) of the steps, newest first."""
+    return [(n, path.name, (path / MANIFEST).exists()) for n, path in reversed(steps(directory))]
+
+
+def _warn(message: str, axis: Axis) -> None:
+    if axis.rank == 0:
+        log.warning("%s", message)
 
 
 def find_step(path: Path | str) -> Path:
@@ -132,6 +153,9 @@ def publish(directory: Path, temporary: Path, step: int, files: Files) -> Path:
     nonce = temporary.name.rpartition("-")[2]
     aside = directory / f".old-{target.name}-{nonce}"
     replacing = target.exists()
+    if (target / PINNED).exists():
+        files.create(temporary / PINNED).close()
+        files.sync_directory(temporary)
     if replacing:
         files.rename(target, aside)
     files.rename(temporary, target)
@@ -147,11 +171,31 @@ def publish(directory: Path, temporary: Path, step: int, files: Files) -> Path:
     return target
 
 
-def retain(directory: Path | str, keep: int | None, *, files: Files | None = None) -> list[Path]:
+def pin(path: Path) -> None:
+    """Have `retain` leave the step `path` for ever. Raises CheckpointError where there is none."""
+    with reading(path):
+        (path / PINNED).touch()
+        Files().sync_directory(path)
+
+
+def unpin(path: Path) -> None:
+    """Let `retain` remove the step `path` again."""
+    with reading(path):
+        (path / PINNED).unlink(missing_ok=True)
+
+
+def retain(
+    directory: Path | str,
+    keep: int | None,
+    *,
+    keep_every: int | None = None,
+    files: Files | None = None,
+) -> list[Path]:
     """Remove steps older than the newest `keep` good ones (None keeps all); what was removed.
 
-    Damaged and unfinished steps do not count, so the newest good one always stays; so does the
-    one that `latest` names. Only the holder of the lock may call this.
+    Damaged and unfinished steps do not count, so the newest good one always stays. So does the one
+    that `latest` names, those whose number `keep_every` divides, those that are pinned, and those
+    that a process is reading. Only the holder of the lock may call this.
     """
     if keep is None:
         return []
@@ -165,14 +209,24 @@ def retain(directory: Path | str, keep: int | None, *, files: Files | None = Non
         good += not verify(path, hashes=False)
     removed = []
     for number, path in older:
-        if path == pointed(directory):
+        if path == pointed(directory) or (keep_every and number % keep_every == 0):
             continue
-        # Renamed first: a removal that is cut short must not leave half a step under its name.
-        gone = directory / f".tmp-{step_name(number)}-{secrets.token_hex(4)}"
         try:
-            files.rename(path, gone)
-            files.remove(gone)
-            removed.append(path)
+            removed += [path] if _remove(path, number, files) else []
         except OSError as error:
             log.warning("%s: could not be removed (%s)", path, error.strerror)
     return removed
+
+
+def _remove(path: Path, number: int, files: Files) -> bool:
+    """Remove a step, unless it is pinned or being read; whether it is gone."""
+    with contextlib.ExitStack() as stack:
+        if (path / MANIFEST).exists() and not stack.enter_context(unused(path / MANIFEST)):
+            return False
+        if (path / PINNED).exists():
+            return False
+        # Renamed first: a removal that is cut short must not leave half a step under its name.
+        gone = path.with_name(f".tmp-{step_name(number)}-{secrets.token_hex(4)}")
+        files.rename(path, gone)
+        files.remove(gone)
+    return True

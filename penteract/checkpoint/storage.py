@@ -103,6 +103,39 @@ def hash_file(path: Path, bucket_bytes: int = 1 << 22) -> str:
     return digest.hexdigest()
 
 
+# What file systems without locks answer.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def in_use(path: Path) -> Iterator[None]:
+    """Hold the file `path` as one of any number of readers.
+
+    Raises CheckpointError where `unused` has it. Where a file system has no locks nothing is held.
+    """
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{path.parent}: is being removed by a run") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+
+
+@contextmanager
+def unused(path: Path) -> Iterator[bool]:
+    """Whether no process has the file `path` `in_use`; none can before this ends."""
+    with path.open("r+b") as file:  # some network file systems want this for an exclusive lock
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 @contextmanager
 def lock(directory: Path | str) -> Iterator[None]:
     """Hold `directory` as its one writer; a run holds it on one rank for as long as it may save.

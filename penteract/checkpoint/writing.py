@@ -109,10 +109,14 @@ def contents(writes: Sequence[Write], held: Held) -> Iterator[torch.Tensor]:
     for write in writes:
         tensor = held[write.source][1].detach()
         for box in buckets(write.box, BUCKET_BYTES // write.shard.item_bytes):
-            part = tensor[box.relative_to(write.shard.box.offset).slices()]
-            flat = part.contiguous().reshape(-1)  # [elements of the bucket]
-            # One element counts as contiguous whatever its stride; as bytes it needs stride 1.
-            yield flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+            yield flat_bytes(tensor[box.relative_to(write.shard.box.offset).slices()])
+
+
+def flat_bytes(part: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, row after row, where they lie."""
+    flat = part.contiguous().reshape(-1)  # [elements]
+    # One element counts as contiguous whatever its stride; as bytes it needs stride 1.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def on_host(parts: Iterable[torch.Tensor]) -> Iterator[memoryview]:

@@ -34,15 +34,19 @@ def group_of(rules: Sequence[RuleConfig]) -> Callable[[Declared], Group]:
 
 def unmatched(rules: Sequence[RuleConfig], names: Iterable[str]) -> list[str]:
     """A message for each rule that matches none of the model's logical tensors, with near names."""
+    return no_match("optim.rules: match =", [rule.match for rule in rules], names)
+
+
+def no_match(key: str, patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The same for the shell patterns of the configuration's `key`."""
     known = list(dict.fromkeys(names))
     messages = []
-    for rule in rules:
-        if any(fnmatchcase(name, rule.match) for name in known):
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in known):
             continue
-        near = difflib.get_close_matches(rule.match, known, n=3, cutoff=0.4) or known[:3]
+        near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4) or known[:3]
         messages.append(
-            f"optim.rules: match = {rule.match!r} matches no tensor of the model; near names: "
-            f"{', '.join(near)}"
+            f"{key} {pattern!r} matches no tensor of the model; near names: {', '.join(near)}"
         )
     return messages
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from penteract.checkpoint.io import agreed, find_step, lock, newest
+from penteract.checkpoint.io import agreed, find_step, latest_good, lock
 from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh, Traffic
@@ -52,7 +52,8 @@ def train(
         stack.enter_context(_watchdog(run, report or _print))
         for note in task.notes:
             metrics.say(note)
-        found = newest(checkpoints, axis=world)
+        hashes, fall_back = config.checkpoint.verify == "hashes", config.checkpoint.fall_back
+        found = latest_good(checkpoints, hashes=hashes, fall_back=fall_back, axis=world)
         metrics.say(_restore(run, found))
         if rank0:
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
@@ -119,7 +120,7 @@ def _restore(run: Run, path: Path | None) -> str:
         return f"starting from seed {run.config.train.seed}"
     path = find_step(options.load)
     if options.load_state:
-        changes = run.resume(path)
+        changes = run.resume(path, check_hashes=options.verify == "hashes")
         return "\n  ".join([f"starting from {path}, its moments, its step {run.step}", *changes])
     changes = run.load_weights(path)
     return "\n  ".join([f"starting from the weights of {path}", *changes])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penteract.checkpoint.agreement import agreed, together
+from penteract.checkpoint.difference import unlike
 from penteract.checkpoint.format import Manifest, StoredTensor
 from penteract.checkpoint.io import Record, load, read_manifest
 from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
@@ -21,6 +22,7 @@ from penteract.mesh import Axis
 from penteract.optim.optimizer import Optimizer
 from penteract.parallel.buffers import Buffers
 from penteract.train.batch_ramp import ramp_until
+from penteract.train.partial import left_out, matches, taken
 from penteract.train.task import Task
 from penteract.train.upcycle import blocks_to_fill, few, note, source
 
@@ -80,7 +82,7 @@ def resume(run: Run, path: Path, *, check_hashes: bool) -> list[str]:
         for shard, view in shards
         if shard.tensor not in fresh
     ]
-    load_as(path, wanted, axis=world, check_hashes=check_hashes, skip=tuple(unread))
+    load_as(path, wanted, axis=world, check_hashes=check_hashes, unread=unread)
     start_state(run.buffers, run.optimizer, fresh)
     run.step, run.tokens = manifest.state["step"], manifest.state["tokens"]
     run.skipped = manifest.state.get("skipped", 0)
@@ -171,30 +173,42 @@ def load_weights(
 
     Masters are filled from the run's own where it kept some, so they must be of their type. A
     tensor that is frozen on one side has a master on the other only, and is converted. A router's
-    bias is left behind where none is wanted, and stays at zero where there was none.
+    bias is left behind where none is wanted, and stays at zero where there was none. Tensors that
+    `checkpoint.load_only` and `load_missing` leave out keep the values they have.
     """
-    saved, unread = agreed(axis, lambda: read_manifest(path)).tensors, list[str]()
-    filled = blocks_to_fill(config, saved) if config.checkpoint.upcycle else []
-    wanted: list[tuple[Shard, Tensor]] = []
-    for bucket in buffers.all_buckets:
-        types = (bucket.master.dtype, bucket.kind.dtype, bucket.kind.wide)
-        dtypes = [str(dtype).removeprefix("torch.") for dtype in types]
-        for shard, view in owned("", bucket.owned(bucket.master)):
-            tensor = source(shard.tensor, filled)
-            if tensor is None:
-                continue
-            name, dtype = stored_as(saved, tensor, dtypes)
-            unread += [tensor] if name != tensor else []
+    saved, options = agreed(axis, lambda: read_manifest(path)).tensors, config.checkpoint
+    weights = {name.removeprefix("master/") for name in saved}
+    weights = {name for name in weights if not name.startswith(STATE_PREFIXES)}
+    filled = blocks_to_fill(config, saved) if options.upcycle else []
+    parts = [
+        (bucket, shard, view)
+        for bucket in buffers.all_buckets
+        for shard, view in owned("", bucket.owned(bucket.master))
+    ]
+    more = {s.tensor: (s, x) for s, x in kept(model) if not s.tensor.startswith(STATE_PREFIXES)}
+    mine = {shard.tensor: source(shard.tensor, filled) for _, shard, _ in parts}
+    mine |= {name: name if name in saved else None for name in more}
+    # Of all ranks, since each compares what all want with what is stored.
+    sources = {k: v for answer in together(axis, lambda: mine) for k, v in answer.items()}
+    names = taken(sources, weights, options)
+    wanted: list[tuple[Shard, Tensor]] = [more[name] for name in more if name in names]
+    for bucket, shard, view in parts:
+        if shard.tensor in names:
+            types = (bucket.master.dtype, bucket.kind.dtype, bucket.kind.wide)
+            dtypes = [str(dtype).removeprefix("torch.") for dtype in types]
+            name, dtype = stored_as(saved, sources[shard.tensor], dtypes)
             wanted.append((dataclasses.replace(shard, tensor=name, dtype=dtype), view))
-    mine = {s.tensor: (s, x) for s, x in kept(model) if not s.tensor.startswith(STATE_PREFIXES)}
-    wanted += [mine[name] for name in mine if name in saved]
-    unread += [name for name in saved if name.endswith(".router.bias") and name not in mine]
-    # Those of all ranks, since each compares what all want with what is stored.
-    everywhere = {name for answer in together(axis, lambda: unread) for name in answer}
+    unread = {sources[name] for name in names}  # what has a master may stay unread itself
+    unread |= {name for name in saved if name.endswith(".router.bias") and name not in sources}
+    if options.load_only:
+        unread |= {name for name in saved if not matches(name, options.load_only)}
     buffers.wait()
-    load_as(path, wanted, axis=axis, skip=(*STATE_PREFIXES, *sorted(everywhere)))
+    how = {"check_hashes": options.verify == "hashes", "skip": STATE_PREFIXES, "unread": unread}
+    load_as(path, wanted, axis=axis, **how)
     buffers.publish(frozen=True)
-    return [note(config, filled)] if filled else []
+    said = [note(config, filled)] if filled else []
+    partly = options.load_only or options.load_missing
+    return [*said, *left_out(sources, weights, names)] if partly else said
 
 
 def said_of(fresh: Collection[str]) -> Iterator[str]:
@@ -205,8 +219,5 @@ def said_of(fresh: Collection[str]) -> Iterator[str]:
 
 def differences(saved: Any, mine: Any, key: str = "") -> Iterator[str]:
     """A line for every value in which two nested dictionaries differ."""
-    if isinstance(saved, dict) and isinstance(mine, dict):
-        for name in sorted({*saved, *mine}):
-            yield from differences(saved.get(name), mine.get(name), f"{key}.{name}".lstrip("."))
-    elif saved != mine:
-        yield f"{key}: saved {saved!r}, now {mine!r}"
+    for name, a, b in unlike(saved, mine, key):
+        yield f"{name}: saved {a!r}, now {b!r}"

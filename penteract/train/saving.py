@@ -101,4 +101,4 @@ class Saver:
         self.say(f"step {self.saved:>6}  saved {path}")
 
     def _retain(self) -> None:
-        retain(self.directory, self._options.keep)
+        retain(self.directory, self._options.keep, keep_every=self._options.keep_every)

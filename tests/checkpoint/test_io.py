@@ -1,12 +1,12 @@
 """Saving and loading: any layout into any layout, bit for bit, or one clear refusal."""
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from memory import peak_while
 from safetensors.torch import load_file, save_file
 
 from penteract.checkpoint import io, writing
@@ -198,6 +198,13 @@ def test_some_names_may_be_left_unread(tmp_path: Path) -> None:
     held = blank(wholes(MODEL))
     load(step, held, skip=("m/",))
     assert_equal(held, MODEL)
+    held = blank(wholes(MODEL))
+    load(step, held, unread=STATE.keys())
+    assert_equal(held, MODEL)
+    with pytest.raises(
+        CheckpointError, match=r"is not of this model:\n  m/up: in the checkp[^\n]*$"
+    ):
+        load(step, held, unread=STATE.keys() - {"m/up"} | {"m", "m/u"})  # names, not prefixes
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "key", "gone"])
@@ -270,27 +277,6 @@ def test_a_record_that_is_no_json_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(CheckpointError, match="step -1"):
         save(tmp_path, Record(-1), wholes(MODEL), axis=ONE)
     assert list(tmp_path.iterdir()) == []
-
-
-def anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
-
-def peak_while(act: Any) -> int:
-    """By how much the process's own memory rises, at most, while `act` runs."""
-    stop, peak, before = threading.Event(), [0], anonymous_bytes()
-
-    def watch() -> None:
-        while not stop.wait(0.0005):
-            peak[0] = max(peak[0], anonymous_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    act()
-    stop.set()
-    watcher.join()
-    return peak[0] - before
 
 
 def test_memory_is_a_bucket_besides_the_tensors(

@@ -1,5 +1,7 @@
 """The directory of steps: which one is chosen, which may go."""
 
+import contextlib
+import errno
 import json
 import logging
 import os
@@ -9,14 +11,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from penteract.checkpoint.examine import inspect, read_manifest, verify
+from penteract.checkpoint import io, storage
+from penteract.checkpoint.agreement import agreed
+from penteract.checkpoint.examine import inspect, read_manifest, reading, verify
 from penteract.checkpoint.format import CheckpointError
 from penteract.checkpoint.io import Record, save
 from penteract.checkpoint.plan import Shard
-from penteract.checkpoint.steps import find_step, latest_good, pointed, retain, steps, tidy
-from penteract.checkpoint.storage import Files
+from penteract.checkpoint.steps import (
+    find_step,
+    latest_good,
+    pin,
+    pointed,
+    retain,
+    steps,
+    tidy,
+    unpin,
+)
+from penteract.checkpoint.storage import Files, unused
 from penteract.mesh import single
-from penteract.placement import whole
+from penteract.placement import Box, whole
+from penteract.testing import run_ranks, world_axis
 
 
 def put(directory: Path, step: int) -> Path:
@@ -36,8 +50,8 @@ def truncate(step: Path) -> Path:
     return file
 
 
-def flip(step: Path) -> Path:
-    file = step / "rank-00000.safetensors"
+def flip(step: Path, rank: int = 0) -> Path:
+    file = step / f"rank-{rank:05d}.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
@@ -79,6 +93,9 @@ def test_a_truncated_file_is_named_and_falling_back_is_a_choice(
     file = truncate(put(tmp_path, 2))
     with pytest.raises(CheckpointError, match=f"{file}: .*truncated"):
         latest_good(tmp_path)
+    with pytest.raises(CheckpointError, match=f"the newest good step is {one}$"):
+        latest_good(tmp_path)
+    assert caplog.text == ""
     assert latest_good(tmp_path, fall_back=True) == one
     assert str(file) in caplog.text
     truncate(one)
@@ -96,6 +113,35 @@ def test_a_flipped_bit_is_found_by_hashing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has changed since it was saved"):
         latest_good(tmp_path, hashes=True)
     assert latest_good(tmp_path, hashes=True, fall_back=True) == one
+
+
+def test_ranks_share_the_hashing_and_agree(tmp_path: Path) -> None:
+    """Two of three steps are damaged, each in the file of another rank."""
+
+    def body() -> tuple[Path | None, str]:
+        axis = world_axis()
+        part = Shard("w", (4, 3), "float32", Box((2 * axis.rank, 0), (2, 3)))
+        for step in (1, 2, 3):
+            save(tmp_path, Record(step), [(part, torch.ones(2, 3))], axis=axis)
+        for step in (2, 3):
+            if axis.rank == 0:
+                flip(tmp_path / f"step-{step:08d}", step - 2)
+        agreed(axis, lambda: None)
+        good = latest_good(tmp_path, hashes=True, fall_back=True, axis=axis)
+        with pytest.raises(CheckpointError) as caught:
+            latest_good(tmp_path, hashes=True, axis=axis)
+        assert latest_good(tmp_path, axis=axis) == tmp_path / "step-00000003"
+        return good, str(caught.value)
+
+    (one, said), other = run_ranks(body, 2)
+    assert (one, said) == other
+    assert one == tmp_path / "step-00000001"
+    files = [f"step-0000000{n}/rank-0000{n - 2}.safetensors" for n in (3, 2)]
+    assert [file in line for file, line in zip(files, said.splitlines(), strict=False)] == [
+        True
+    ] * 2
+    assert said.count("safetensors") == 2
+    assert said.splitlines()[-1] == f"the newest good step is {one}"
 
 
 def test_a_step_without_manifest_is_passed_over_with_a_log_line(
@@ -158,6 +204,97 @@ def test_the_step_that_the_pointer_names_stays(tmp_path: Path) -> None:
     put(tmp_path, 1)  # a new run's first step, in a directory with later ones
     retain(tmp_path, 1)
     assert names(tmp_path) == ["step-00000001", "step-00000007"]
+
+
+def test_steps_kept_for_ever(tmp_path: Path) -> None:
+    """Those that keep_every divides and those that are pinned, however old and damaged."""
+    for step in range(1, 9):
+        put(tmp_path, step)
+    pin(tmp_path / "step-00000002")
+    truncate(tmp_path / "step-00000003")
+    gone = retain(tmp_path, 1, keep_every=3)
+    assert [path.name[-1] for path in gone] == ["1", "4", "5", "7"]
+    assert [name[-1] for name in names(tmp_path)] == ["2", "3", "6", "8"]
+    assert verify(tmp_path / "step-00000002") == []
+    assert "pinned: no run removes it" in inspect(tmp_path / "step-00000002")
+    unpin(tmp_path / "step-00000002")
+    unpin(tmp_path / "step-00000002")
+    assert retain(tmp_path, 1, keep_every=3) == [tmp_path / "step-00000002"]
+    for act in (pin, unpin):
+        with pytest.raises(CheckpointError, match="is not a complete step"):
+            act(tmp_path / "step-00000004")
+
+
+def test_a_pinned_step_that_is_saved_again_stays_pinned(tmp_path: Path) -> None:
+    pin(put(tmp_path, 1))
+    put(tmp_path, 2)
+    put(tmp_path, 1)
+    put(tmp_path, 2)
+    assert retain(tmp_path, 1) == []
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_step_that_is_being_read_stays(tmp_path: Path) -> None:
+    """By this process or another, and until the last reader ends."""
+    one = put(tmp_path, 1)
+    put(tmp_path, 2)
+    with reading(one) as manifest, reading(one):
+        assert manifest.step == 1
+        assert retain(tmp_path, 1) == []
+
+    def body() -> None:
+        axis = world_axis()
+        with reading(one) if axis.rank else contextlib.nullcontext():
+            agreed(axis, lambda: None)
+            assert axis.rank or retain(tmp_path, 1) == []
+            agreed(axis, lambda: None)
+        agreed(axis, lambda: None)
+        assert axis.rank or retain(tmp_path, 1) == [one]
+
+    run_ranks(body, 2)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_load_holds_the_step_from_its_first_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, 1)
+    put(tmp_path, 2)
+    removed = []
+
+    def fill(*arguments: object) -> None:
+        removed.extend(retain(tmp_path, 1))
+
+    monkeypatch.setattr(io, "_fill", fill)
+    shard = Shard("w", (4, 3), "float32", whole((4, 3)))
+    io.load(tmp_path / "step-00000001", [(shard, torch.zeros(4, 3))])
+    assert removed == []
+    assert retain(tmp_path, 1) == [tmp_path / "step-00000001"]
+
+
+def test_a_step_that_is_being_removed_is_not_read(tmp_path: Path) -> None:
+    one = put(tmp_path, 1)
+    with unused(one / "manifest.json") as free:
+        assert free
+        with pytest.raises(CheckpointError, match=f"{one}: is being removed"), reading(one):
+            pass
+
+
+def test_without_locks_a_step_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = put(tmp_path, 1)
+
+    def refuse(*_: object) -> None:
+        raise OSError(refuse.number, "")
+
+    monkeypatch.setattr(storage.fcntl, "flock", refuse)
+    refuse.number = errno.ENOSYS
+    with reading(one) as manifest:
+        assert manifest.step == 1
+    refuse.number = errno.EIO
+    with pytest.raises(OSError), reading(one):
+        pass
 
 
 def test_leftovers_of_dead_writers_go_at_the_next_save(

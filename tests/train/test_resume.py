@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from penteract.checkpoint.io import read_manifest
 from runs import (
     assert_same_state,
     curve,
@@ -23,8 +25,6 @@ from runs import (
     write_config,
     write_corpus,
 )
-
-from penteract.checkpoint.io import read_manifest
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"dropout": 0.1},
@@ -298,6 +298,45 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert path.name in ranks.err[0]
     assert "at step 5 of 10" in ranks.err[0]
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(undisturbed), rtol=1e-12)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_without_falling_back_a_damaged_step_stops_the_run(
+    tmp_path: Path, config: Path, damage: str
+) -> None:
+    run(["train", config, "--train.steps=8"])
+    path = next(newest(tmp_path / "run").glob("*.safetensors"))
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole if damage == "flipped" else path.read_bytes()[:-1])
+    ranks = run(["train", config, "--checkpoint.fall_back=false"], 2, code=2)
+    for said in ranks.err:
+        assert f"step 8 is damaged: {path}: " in said
+        assert f"the newest good step is {path.parent.with_name('step-00000005')}\n" in said
+        assert "Traceback" not in said
+    assert sorted(metrics(tmp_path / "run")) == list(range(1, 9))
+
+
+def test_sizes_alone_do_not_see_a_flipped_bit(tmp_path: Path, config: Path) -> None:
+    """What the option is for: nothing is read twice. A file that was cut is found all the same."""
+    run(["train", config, "--train.steps=8"])
+    path = next(newest(tmp_path / "run").glob("*.safetensors"))
+    whole = bytearray(path.read_bytes())
+    whole[-1] ^= 1
+    path.write_bytes(whole)
+    sizes = ["train", config, "--checkpoint.verify=sizes", "--train.steps=9"]
+    load = [f"--checkpoint.load={path.parent}", f"--log.dir={tmp_path}/other"]
+    state = ["--checkpoint.load_state=true", f"--log.dir={tmp_path}/another"]
+    for words in (sizes, [*sizes, *load], [*sizes, *load, *state]):
+        run(words, 2)
+        if words != sizes:
+            ranks = run([*words, "--checkpoint.verify=hashes", f"--log.dir={tmp_path}/x"], code=2)
+            assert path.name in ranks.err[0]
+    shutil.rmtree(path.parent.with_name("step-00000009"))
+    path.write_bytes(whole[:-1])
+    ranks = run(sizes)
+    assert "step 8 is damaged" in ranks.err[0]
+    assert "at step 5 of 9" in ranks.err[0]
 
 
 def test_a_step_that_was_never_finished_is_passed_over(
