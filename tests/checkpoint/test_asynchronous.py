@@ -11,7 +11,8 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from checkpoint.storage_faults import Dead, Dying, FullDisk, Held, labelled, wholes
-from checkpoint.test_io import anonymous_bytes, layout_of, peak_while
+from checkpoint.test_io import layout_of
+from memory import anonymous_bytes, peak_while
 
 from penteract.checkpoint import background, writing
 from penteract.checkpoint.background import Background, State, Stopped
