@@ -59,8 +59,9 @@ def reshard(arguments: argparse.Namespace) -> int:
             told=told,
         )
     sizes = [file.bytes for file in read_manifest(path).files.values()]
-    span = f"{min(sizes)} to {max(sizes)} bytes each" if len(sizes) > 1 else f"{sizes[0]} bytes"
-    print(f"{path}: {len(kept)} tensors in {len(sizes)} files, {span}", file=sys.stderr)
+    many = f"{len(sizes)} files, {min(sizes)} to {max(sizes)} bytes each"
+    said = many if len(sizes) > 1 else f"a file of {sizes[0]} bytes"
+    print(f"{path}: {len(kept)} tensors in {said}", file=sys.stderr)
     return 0
 
 

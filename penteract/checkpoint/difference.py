@@ -98,7 +98,8 @@ def _compare(
     a: Reader, b: Reader, name: str, told: Callable[[int], None]
 ) -> TensorDifference | None:
     elements, largest, magnitude = 0, 0.0, 0.0
-    for box in buckets(whole(a.tensors[name].shape), BUCKET_BYTES // 8):  # 8: of a float64
+    limit = BUCKET_BYTES // 32  # four of each value at a time, in float64
+    for box in buckets(whole(a.tensors[name].shape), limit):
         if not box.numel:
             continue
         x, y = a.read(name, box), b.read(name, box)

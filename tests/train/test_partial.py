@@ -90,10 +90,14 @@ def started(folder: Path, words: list[str], n: int = 1, code: int = 0, **section
     return run(["train", config, "--train.steps=0", *words], n, code=code)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize(
-    ("n", "layout"),
-    [(1, []), (2, ["--parallel.tp=2"]), (2, ["--parallel.pp=2"]), (2, ["--parallel.zero=3"])],
+    ("n", "layout", "dtype"),
+    [
+        (1, [], "float64"),
+        (2, ["--parallel.tp=2"], "bfloat16"),
+        (2, ["--parallel.pp=2"], "float64"),
+        (2, ["--parallel.zero=3"], "bfloat16"),
+    ],
     ids=["one", "tp", "pp", "zero"],
 )
 def test_only_what_matches_is_loaded(
