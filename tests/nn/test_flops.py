@@ -1,5 +1,7 @@
 """Model FLOPs against published numbers and against what a step really does."""
 
+from typing import Any
+
 import pytest
 import torch
 from parity.matrix import MODELS
@@ -18,9 +20,10 @@ from penteract.parallel.parameters import materialise
 from penteract.parallel.tensor import TensorParallel
 
 
-def spec_of(**model: object) -> ModelSpec:
-    config = from_dict({"model": model, "data": {"seq": 8}, "train": {"steps": 1}})
-    return model_spec(resolve(config))
+def spec_of(moe: dict[str, Any] | None = None, **model: object) -> ModelSpec:
+    sections = {"model": model, "data": {"seq": 8}, "train": {"steps": 1}}
+    sections |= {} if moe is None else {"moe": moe}
+    return model_spec(resolve(from_dict(sections)))
 
 
 def test_gpt3() -> None:
@@ -57,6 +60,30 @@ def test_formula_equals_what_is_counted(name: str) -> None:
     makes the scores again in backward.
     """
     spec, lengths = spec_of(**MODELS[name]), (5, 3, 1)
+    assert counted_flops(spec, lengths) == training_flops(spec, lengths) + more(spec, lengths)
+
+
+@pytest.mark.parametrize("shared", [None, 6])
+@pytest.mark.parametrize("topk", [1, 3])
+def test_experts_count_as_often_as_a_token_takes_them(topk: int, shared: int | None) -> None:
+    """And the router, which the formula leaves out, once."""
+    moe = {"experts": 4, "topk": topk, "ffn": 5, "balance": "none"}
+    moe |= {} if shared is None else {"shared_ffn": shared}
+    spec, lengths = spec_of(moe=moe, **MODELS["llama"]), (5, 3, 1)
+    routers = 6 * sum(lengths) * spec.hidden * 4 * len(spec.blocks)
+    found = counted_flops(spec, lengths)
+    assert found == training_flops(spec, lengths) + more(spec, lengths) + routers
+
+
+def more(spec: ModelSpec, lengths: tuple[int, ...]) -> int:
+    """What the plain backend does beyond the formula."""
+    return sum(
+        (6 + 2) * block.attention.heads * block.attention.head_size * sum(n * n for n in lengths)
+        for block in spec.blocks
+    )
+
+
+def counted_flops(spec: ModelSpec, lengths: tuple[int, ...]) -> int:
     model = Stage(spec, TensorParallel(single("tp")), dtype=torch.float32)
     materialise(model, seed=0)
     for module in model.modules():
@@ -66,8 +93,4 @@ def test_formula_equals_what_is_counted(name: str) -> None:
     batch = MicroBatch(tokens, tokens, Sequences.of(lengths))
     with FlopCounterMode(display=False) as counter:
         model(batch, scale=torch.ones(())).terms["loss"].backward()
-    more = sum(
-        (6 + 2) * block.attention.heads * block.attention.head_size * sum(n * n for n in lengths)
-        for block in spec.blocks
-    )
-    assert counter.get_total_flops() == training_flops(spec, lengths) + more
+    return counter.get_total_flops()
