@@ -114,7 +114,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _train_local(config: Config, arguments: argparse.Namespace) -> int:
-    from penteract.checkpoint.steps import steps
+    from penteract.checkpoint.steps import pointed
     from penteract.train.pipeline import fitted
 
     least, most = arguments.nproc[0], arguments.nproc[-1]
@@ -127,7 +127,8 @@ def _train_local(config: Config, arguments: argparse.Namespace) -> int:
             counts.append(n)
 
     def newest() -> int | None:
-        return max((number for number, _ in steps(directory)), default=None)
+        step = pointed(directory)  # moves with each save, past damaged steps too
+        return None if step is None else int(step.name.removeprefix("step-"))
 
     restarts = Restarts(arguments.max_restarts, newest, counts)
     return start_local(most, _for_ranks(arguments.argv), restarts=restarts)

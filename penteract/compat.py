@@ -79,6 +79,15 @@ def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.nn.functional.grouped_mm(x, weights, offs=ends)
 
 
+def _patience() -> timedelta | None:
+    """How long the default group's messages are waited for; None where its backend does not say."""
+    try:
+        backend = dist.group.WORLD._get_backend(host_device(None))  # type: ignore[union-attr]
+    except RuntimeError:
+        return None
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
 def new_group(
     name: str, ranks: Sequence[int], timeout: timedelta | None, backend: str | None
 ) -> dist.ProcessGroup:
@@ -87,6 +96,7 @@ def new_group(
     torch would name it after the number of groups that a rank has made so far, by which ranks with
     more or fewer of them would never meet.
     """
+    timeout = timeout or _patience()  # torch would take the backend's own
     base = f"{name} of {'-'.join(map(str, ranks))}"
     taken = set(c10d._world.pg_names.values())
     unique = next(f"{base}, {n}" for n in itertools.count() if f"{base}, {n}" not in taken)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penteract import compat
 from penteract.nn.build import Build
-from penteract.nn.grouped_mlp import Way, grouped_mlp
+from penteract.nn.grouped_mlp import Way, grouped_mlp, weighted_bias
 from penteract.nn.mlp import MLPSpec
 from penteract.parallel.expert.dispatch import Arrived
 from penteract.parallel.expert.grouped import Groups
@@ -99,8 +99,7 @@ class Experts(Layer):
         y = grouped_mlp(arrived.x, weights, self.inner, self.inner_bias, self.down, way)
         if self.down_bias is not None:
             # On the other ranks times 0: all reach the same parameters, in one order.
-            share = weights[:, None] * float(self.first)
-            y = y + (share * self.down_bias[expert]).to(y.dtype)
+            y = y + weighted_bias(self.down_bias, weights * float(self.first), way)
         return torch.zeros_like(arrived.x).index_add(0, token, y)
 
     def _sorted(

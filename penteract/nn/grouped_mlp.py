@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penteract.collectives import Operation
+from penteract.parallel.buckets import at_least_float32
 from penteract.parallel.expert.grouped import Groups, product, weight_gradient
 from penteract.parallel.parameters import WeightGradients
 
@@ -71,6 +72,28 @@ class Way:
         return out, d_weights
 
 
+def _row_sums(rows: Tensor, groups: Groups) -> Tensor:
+    """[m, o] → [e, o]: for each expert the sum of its rows, in one order, in at least float32."""
+    wide = at_least_float32(rows.dtype)
+    return torch.stack([part.sum(0, dtype=wide) for part in groups.split(rows)]).to(rows.dtype)
+
+
+class _WeightedBias(Operation):
+    """Biases [e, h], shares of rows [m] → each row's expert's bias times its share [m, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, shares: Tensor, way: Way) -> Tensor:
+        ctx.save_for_backward(bias, shares)
+        ctx.way = way
+        return (shares[:, None] * bias[way.expert]).to(bias.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        bias, shares = ctx.saved_tensors
+        d_bias = _row_sums(dy * shares[:, None], ctx.way.groups).to(bias.dtype)
+        return d_bias, (dy * bias[ctx.way.expert]).sum(-1, dtype=shares.dtype), None
+
+
 class _GroupedMLP(Operation):
     """Tokens x [r, h], weights [m] → what each row's expert makes of its token, weighted [m, h]."""
 
@@ -84,9 +107,9 @@ class _GroupedMLP(Operation):
         down: nn.Parameter,
         way: Way,
     ) -> Tensor:
-        rows = x.index_select(0, way.token)
-        between = way.first(rows, inner, inner_bias)
-        active = way.activate(between, weights)
+        rows = x.index_select(0, way.token)  # [m, h]
+        between = way.first(rows, inner, inner_bias)  # [m, 2f], with GELU [m, f]
+        active = way.activate(between, weights)  # [m, f]
         gathered = way.keeps == "all" or len(rows) < len(x)
         ctx.save_for_backward(
             rows if gathered else x,
@@ -109,14 +132,13 @@ class _GroupedMLP(Operation):
         if active is None:
             active = way.activate(between, weights)
         dy = dy.contiguous()
-        d_active = product(dy, down, way.groups)
+        d_active = product(dy, down, way.groups)  # [m, f]
         d_down = weight_gradient(dy, active, of_down, way.groups, way.gradients)
         d_between, d_weights = way.activation_gradients(d_active, between, weights)
         d_bias = None
         if inner_bias is not None and inner_bias.requires_grad:
-            d_bias = torch.zeros_like(inner_bias)
-            d_bias.index_put_((way.expert,), d_between, accumulate=True)
-        d_rows = product(d_between, inner, way.groups)
+            d_bias = _row_sums(d_between, way.groups)
+        d_rows = product(d_between, inner, way.groups)  # [m, h]
         d_inner = weight_gradient(d_between, rows, of_inner, way.groups, way.gradients)
         dx = d_rows.new_zeros(ctx.shape).index_add_(0, way.token, d_rows)
         return dx, d_weights, d_inner, d_bias, d_down, None
@@ -132,4 +154,10 @@ def grouped_mlp(
 ) -> Tensor:
     """Tokens x [r, h], weights of rows [m], inner [e, 2f or f, h], down [e, h, f] → rows [m, h]."""
     result: Tensor = _GroupedMLP.apply(x, weights, inner, inner_bias, down, way)
+    return result
+
+
+def weighted_bias(bias: nn.Parameter, shares: Tensor, way: Way) -> Tensor:
+    """Biases [e, h], shares of rows [m] → [m, h]."""
+    result: Tensor = _WeightedBias.apply(bias, shares, way)
     return result

@@ -34,6 +34,10 @@ def write_product(a: Tensor, b: Tensor, out: Tensor, overwrite: bool) -> None:
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=0.0 if overwrite else 1.0, out=out)
         return
+    if not len(b):  # of an expert without a token
+        if overwrite:
+            out.zero_()
+        return
     # A device's kernels accumulate 16-bit products in float32 and can leave them so.
     wide = a.is_cuda and out.dtype == torch.float32
     found = torch.mm(a, b, out_dtype=torch.float32) if wide else a @ b

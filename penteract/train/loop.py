@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from penteract.checkpoint.agreement import together
 from penteract.checkpoint.io import agreed, find_step, latest_good, lock
 from penteract.config import Config
 from penteract.config_file import to_toml
@@ -49,12 +50,12 @@ def train(
         metrics = agreed(world, lambda: _open_metrics(config, active=rank0))
         stack.callback(metrics.close)
         run = Run(task, config, mesh, device)
-        stack.enter_context(_watchdog(run, report or _print))
         for note in task.notes:
             metrics.say(note)
         hashes, fall_back = config.checkpoint.verify == "hashes", config.checkpoint.fall_back
         found = latest_good(checkpoints, hashes=hashes, fall_back=fall_back, axis=world)
         metrics.say(_restore(run, found))
+        stack.enter_context(_watchdog(run, report or _print))  # reading may take long
         if rank0:
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         saved = None if found is None else run.step
@@ -118,7 +119,8 @@ def _restore(run: Run, path: Path | None) -> str:
         return "\n  ".join([f"continuing {path} at step {run.step} of {steps}", *changes])
     if options.load is None:
         return f"starting from seed {run.config.train.seed}"
-    path = find_step(options.load)
+    world, load = run.mesh.axis("world"), options.load  # one rank chooses for all
+    path = Path(together(world, lambda: str(find_step(load)) if run.mesh.rank == 0 else "")[0])
     if options.load_state:
         changes = run.resume(path, check_hashes=options.verify == "hashes")
         return "\n  ".join([f"starting from {path}, its moments, its step {run.step}", *changes])

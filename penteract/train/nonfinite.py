@@ -43,6 +43,7 @@ def explain(
     parameter: str | None,
     samples: Sequence[str],
     skipped: int,
+    *,
     again: str,
 ) -> str:
     """The message: numbers, where it began, what helps, and the samples of the step.

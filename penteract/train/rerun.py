@@ -16,6 +16,7 @@ whose gradients differ are named.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import socket
 import statistics
@@ -35,6 +36,8 @@ from penteract.collectives import exchange
 from penteract.config import InjectConfig
 from penteract.mesh import Axis
 from penteract.parallel.pipeline.executor import Output
+
+log = logging.getLogger(__name__)
 
 LAST = 32  # steps that an outlier is measured by
 
@@ -65,7 +68,7 @@ class Outliers:
 
 @dataclass(frozen=True)
 class Seen:
-    """What came of a step: numbers that all ranks agree on, and the bits of this rank's part."""
+    """What came of a step on this rank: its numbers, and the bits of its own gradients."""
 
     terms: Mapping[str, float]
     norm: float
@@ -83,8 +86,8 @@ class Seen:
 
 def add_bits(total: Tensor, flat: Tensor) -> None:
     """Add a tensor's bits to `total`, as whole numbers: one that changes shows."""
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    total.add_(flat.view(whole).sum(dtype=torch.int64))
+    whole = {4: torch.int32, 8: torch.int64}[flat.element_size()]
+    total.add_(flat.view(whole).sum(dtype=whole))  # it wraps; a wider sum would copy the tensor
 
 
 def differing(first: Seen, second: Seen, world: Axis) -> list[str] | None:
@@ -92,10 +95,12 @@ def differing(first: Seen, second: Seen, world: Axis) -> list[str] | None:
 
     All ranks call it together. An empty list: only what was made of the ranks' parts differs.
     """
-    mine = json.dumps([socket.gethostname(), first.bits == second.bits]).encode()
-    told = [json.loads(answer) for answer in exchange(mine, world)]
-    found = [f"rank {rank} ({host})" for rank, (host, same) in enumerate(told) if not same]
-    return None if not found and first.packed() == second.packed() else found
+    # A rank's own norm may be another than its peers', after a fault: all decide by what all say.
+    same = first.bits == second.bits, first.packed() == second.packed()
+    answers = exchange(json.dumps([socket.gethostname(), *same]).encode(), world)
+    told = [json.loads(answer) for answer in answers]
+    found = [f"rank {rank} ({host})" for rank, (host, bits, _) in enumerate(told) if not bits]
+    return None if not found and all(numbers for *_, numbers in told) else found
 
 
 def is_deterministic(device: torch.device) -> bool:
@@ -137,12 +142,12 @@ def watching_modules(model: nn.Module) -> Iterator[list[str]]:
             hook.remove()
 
 
-def first_module(found: Sequence[str], stages: int, world: Axis) -> str | None:
+def first_module(found: Sequence[str], stage: int, world: Axis) -> str | None:
     """Of the ranks' first such modules that of the earliest pipeline stage, with its rank.
 
-    All ranks call it together; `stages` is the number of this rank's first stage.
+    All ranks call it together; `stage` is the number of this rank's first one.
     """
-    mine = json.dumps([stages, found[0] if found else None]).encode()
+    mine = json.dumps([stage, found[0] if found else None]).encode()
     told = [(*json.loads(answer), rank) for rank, answer in enumerate(exchange(mine, world))]
     bad = sorted((stage, rank, name) for stage, name, rank in told if name is not None)
     return f"{bad[0][2]} on rank {bad[0][1]}" if bad else None
@@ -162,11 +167,17 @@ class Report:
         return f"bad-step-{self.step:08d}.json"
 
     def write(self, folder: Path) -> None:
-        """For people, and for programs that read NaN as Python writes it."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """For people, and for programs that read NaN as Python writes it. `folder` is the run's,
+        where there is one.
+        """
+        if not folder.is_dir():
+            return
         numbers = {**self.seen.terms, "grad_norm": self.seen.norm}
         facts = {"step": self.step, "same_again": self.same, **numbers, **self.facts}
-        (folder / self.name).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        try:
+            (folder / self.name).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:  # one rank writes it: the others would wait for it
+            log.warning("%s: could not be written (%s)", folder / self.name, error.strerror)
 
     def again(self) -> str:
         """What came of running it again, and where more is written."""

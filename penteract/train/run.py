@@ -60,7 +60,8 @@ class Tried:
 
     terms: dict[str, Tensor]
     norm: Tensor
-    good: Tensor  # on all ranks: finite, and the norm within its limit
+    finite: Tensor  # on all ranks
+    within: Tensor  # the norm within its limit, on all ranks
     zeros: list[Tensor]  # how many gradient elements are exactly 0, where that is asked for
 
 
@@ -70,6 +71,7 @@ class Found:
 
     terms: dict[str, float]
     norm: float
+    finite: bool  # on all ranks
     made: bool
     zeros: list[float]
 
@@ -132,13 +134,13 @@ class Run:
         tried = self._try(step, batches, norm_limit)
         computed = time.perf_counter()
         lr = learning_rate(step, self.config.optim)
-        good = tried.good & (sum(tried.terms.values()) <= loss_limit)
+        good = tried.finite & tried.within & (sum(tried.terms.values()) <= loss_limit)
         self._apply(tried, lr, good)
         found = self._read(tried, good)
-        if not found.made and self._is_to_rerun(found):
+        if not found.made and self.config.train.rerun != "off" and not self._is_scaled(found):
             found = self._again(step, batches, lr, found)
         skipped, norm_value = not found.made, found.norm
-        extra = self._after(step, found.terms, norm_value, skipped=skipped)
+        extra = self._after(step, found, scaled=self._is_scaled(found))
         if found.made:
             self.outliers.add(sum(found.terms.values()), norm_value)
         if found.zeros:
@@ -178,9 +180,9 @@ class Run:
         self.on_gradients(self)
         order = float(self.config.optim.clip_norm)
         norm = gradient_norm(self.buffers, self.mesh.axes, order=order) / self.loss_scale.scale
-        losses, good = self._agreed(parts, norm, norm_limit)
+        losses, finite, within = self._agreed(parts, norm, norm_limit)
         zeros = [count_zeros(self.buffers, self.mesh.axes)] if self.config.log.zeros else []
-        return Tried(losses, norm, good, zeros)
+        return Tried(losses, norm, finite, within, zeros)
 
     def _apply(self, tried: Tried, lr: float, good: Tensor) -> None:
         """Update the masters where the step is good."""
@@ -189,27 +191,29 @@ class Run:
         self.optimizer.step(lr, torch.where(good, clip, 1.0), ~good)
 
     def _read(self, tried: Tried, good: Tensor) -> Found:
-        values = [tried.norm, good, *tried.terms.values(), *tried.zeros]
-        norm, made, *rest = self.read(values)
+        values = [tried.norm, tried.finite, good, *tried.terms.values(), *tried.zeros]
+        norm, finite, made, *rest = self.read(values)
         terms = dict(zip(tried.terms, rest, strict=False))
-        return Found(terms, norm, bool(made), rest[len(terms) :])
+        return Found(terms, norm, bool(finite), bool(made), rest[len(terms) :])
 
-    def _is_to_rerun(self, found: Found) -> bool:
-        """Too large a loss scale is no fault."""
-        scaled = self.loss_scale.dynamic and all(map(math.isfinite, found.terms.values()))
-        return self.config.train.rerun != "off" and not scaled
+    def _is_scaled(self, found: Found) -> bool:
+        """Whether too large a loss scale is why a step is not finite: it shows in gradients, never
+        in the loss, which is in float32.
+        """
+        losses = all(map(math.isfinite, found.terms.values()))
+        return self.loss_scale.dynamic and losses and not found.finite
 
     def _again(self, step: int, batches: Sequence[Any], lr: float, found: Found) -> Found:
         """Run a bad step once more: what counts then. Raises HardwareError."""
         first = Seen(found.terms, found.norm, int(self.bits))
         tried = self._try(step, batches)
-        found = self._read(tried, tried.good)
+        found = self._read(tried, tried.finite)
         second = Seen(found.terms, found.norm, int(self.bits))
         ranks = differing(first, second, self.mesh.axis("world"))
         if ranks is not None and is_deterministic(self.device):
             raise blame(step, first, second, ranks)
         if found.made:
-            self._apply(tried, lr, tried.good)
+            self._apply(tried, lr, tried.finite)
         facts: dict[str, Any] = {"samples": self.task.describe(step)}
         if not found.made:
             facts["first_gradient"] = first_parameter(self.buffers, self.mesh.axis("world"))
@@ -222,22 +226,20 @@ class Run:
             self.reported.write(Path(self.config.log.dir))
         return found
 
-    def _after(
-        self, step: int, terms: dict[str, float], norm: float, *, skipped: bool
-    ) -> dict[str, Any]:
+    def _after(self, step: int, found: Found, *, scaled: bool) -> dict[str, Any]:
         """Adapt the loss scale, count skipped updates; what the step's line says of both.
 
         Raises NonFiniteError where a skipped update is not to be gone on from.
         """
+        skipped = not found.made
         self.skipped = self.skipped + 1 if skipped else 0
-        # Too large a loss scale shows in gradients, never in the loss, which is in float32.
-        scaled = self.loss_scale.dynamic and all(map(math.isfinite, terms.values()))
         train = self.config.train
         if self.skipped > (train.max_skips if train.on_nonfinite == "skip" or scaled else 0):
             where = first_parameter(self.buffers, self.mesh.axis("world"))
             samples = self.task.describe(step)
             again = f"; {self.reported.again()}" if self.reported else ""
-            raise NonFiniteError(explain(step, terms, norm, where, samples, self.skipped, again))
+            said = explain(step, found.terms, found.norm, where, samples, self.skipped, again=again)
+            raise NonFiniteError(said)
         try:
             self.loss_scale.update(finite=not skipped)
         except LossScaleError as error:
@@ -296,19 +298,21 @@ class Run:
 
     def _agreed(
         self, losses: dict[str, Tensor], norm: Tensor, norm_limit: float
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Each loss over all ranks, and whether losses and norm are finite on every rank, and the
-        norm within its limit.
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Each loss over all ranks; whether losses and norm are finite on every rank; whether the
+        norm is within its limit on every rank.
 
         Ranks of a tensor group have equal losses, and all stages but the last have none. The norm
         is the same everywhere but for a fault, such as one tensor rank's in the gradient
-        of a replicated parameter. One message says both.
+        of a replicated parameter. One message says all.
         """
         copies = self.mesh.axis("tp").size * self.loss_scale.scale
-        fault = torch.where(norm <= norm_limit, norm - norm, math.nan)  # 0, or NaN where it is bad
-        parts = torch.stack([*(x.double() / copies for x in losses.values()), fault])
-        *sums, fault = all_reduce_(parts, self.mesh.axis("world")).unbind()
-        return dict(zip(losses, sums, strict=True)), torch.isfinite(fault + sum(sums))
+        fault = norm - norm  # 0, or NaN where the norm is not finite
+        over = (norm > norm_limit).to(fault.dtype)
+        parts = torch.stack([*(x.double() / copies for x in losses.values()), fault, over])
+        *sums, fault, over = all_reduce_(parts, self.mesh.axis("world")).unbind()
+        finite = torch.isfinite(fault + sum(sums))
+        return dict(zip(losses, sums, strict=True)), finite, over == 0
 
     def unreached(self) -> list[str]:
         """Names of parameters that no data rank's last step reached; all ranks call it together."""

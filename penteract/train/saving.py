@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,10 @@ from penteract.checkpoint.saving import Saving
 from penteract.checkpoint.steps import retain
 from penteract.checkpoint.writing import Staging
 from penteract.train.nonfinite import NonFiniteError
+from penteract.train.rerun import HardwareError
 from penteract.train.run import Run
+
+log = logging.getLogger(__name__)
 
 
 class Saver:
@@ -76,7 +80,7 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, NonFiniteError):  # on all ranks alike
+        if isinstance(error, NonFiniteError | HardwareError):  # on all ranks alike
             try:
                 self._land()
             except SaveError as fault:
@@ -101,4 +105,8 @@ class Saver:
         self.say(f"step {self.saved:>6}  saved {path}")
 
     def _retain(self) -> None:
-        retain(self.directory, self._options.keep, keep_every=self._options.keep_every)
+        options = self._options
+        try:
+            retain(self.directory, options.keep, keep_every=options.keep_every)
+        except OSError as error:  # the step is saved all the same
+            log.warning("%s: older steps stay (%s)", self.directory, error.strerror)

@@ -28,7 +28,7 @@ number and w at least float32's 4:
 | tp-dp-cp | matrices           | 2 all-to-alls, with Muon    | see `optim.muon`          |
 | tp-dp-cp | loads              | 1 all-reduce a step         | see `train.loads`         |
 | pp    | experts               | see `train.loads`           | JSON                      |
-| world | losses and the norm   | 1 all-reduce a step         | 8 a loss term, and 8      |
+| world | losses and the norm   | 1 all-reduce a step         | 8 a loss term, and 16     |
 | world | metrics               | 1 all-reduce a step         | 5·8                       |
 
 A sum is an all-reduce, with sp a reduce-scatter. In forward p = 2l-m+s sums follow attentions and
@@ -142,7 +142,9 @@ def _numbers(held: Held, grid: Grid, step: int) -> Sent:
             sent["pp"] = {"experts": None}
     sent["dp-cp"] = {"counts": all_reduced(counts * SCALAR, grid.size("dp-cp"))}
     sent["world"] = {
-        "losses": all_reduced((losses + 1) * SCALAR, grid.world),  # and whether the norm is finite
+        "losses": all_reduced(
+            (losses + 2) * SCALAR, grid.world
+        ),  # is the norm finite, or too large
         "metrics": all_reduced(METRICS * SCALAR, grid.world),
     }
     return sent

@@ -9,6 +9,7 @@ nothing for longest is where to look.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import socket
 import tempfile
@@ -21,7 +22,8 @@ from typing import Any
 from penteract.mesh import Traffic
 
 EXIT_CODE = 3
-TOGETHER_S = 3.0  # peers that hang with this rank have so long to say so too
+REPORT_S = 10.0  # so long at most
+TOGETHER_S = 5.0  # peers that hang with this rank have so long to say so too
 
 
 class Activity:
@@ -69,9 +71,16 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             axis, traffic = self._last_message()
             silent_s = time.monotonic() - max(self.activity.at, traffic.at)
             if silent_s > self.limit_s:
-                self.report(self._text(silent_s, axis, traffic), sent_at=traffic.at)
+                # A full disk or a pipe that nobody reads must not hold the end up.
+                what = functools.partial(self._report, silent_s, axis, traffic)
+                reporter = threading.Thread(target=what, daemon=True)
+                reporter.start()
+                reporter.join(REPORT_S)
                 time.sleep(TOGETHER_S)
                 os._exit(EXIT_CODE)
+
+    def _report(self, silent_s: float, axis: str, traffic: Traffic) -> None:
+        self.report(self._text(silent_s, axis, traffic), sent_at=traffic.at)
 
     def _last_message(self) -> tuple[str, Traffic]:
         return max(self.axes(), key=lambda entry: entry[1].at, default=("", Traffic()))

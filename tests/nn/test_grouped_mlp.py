@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penteract.nn.grouped_mlp import Keeps, Way, grouped_mlp
+from penteract.nn.grouped_mlp import Keeps, Way, grouped_mlp, weighted_bias
 from penteract.parallel.expert.grouped import Groups
 
 H, WIDTH = 5, 3
@@ -110,3 +110,33 @@ def test_what_is_kept(keeps: Keeps, rows: tuple[int, ...], numbers: int) -> None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         grouped_mlp(*inputs, way_of(rows, gated=True, keeps=keeps))
     assert sum(x.numel() for x in found.values()) == numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_biases_of_many_rows_are_summed_wide(dtype: torch.dtype) -> None:
+    """4096 ones, which bfloat16 could not count."""
+    rows = (4096, 0, 3)
+    bias = nn.Parameter(torch.zeros(3, H, dtype=dtype))
+    shares = torch.ones(sum(rows), requires_grad=True)
+    way = way_of(rows, gated=True, keeps="all")
+    weighted_bias(bias, shares, way).sum().backward()
+    assert bias.grad[:, 0].tolist() == [4096.0, 0.0, 3.0]
+    assert torch.equal(shares.grad, torch.zeros_like(shares))
+    inputs = given(rows, gated=False, bias=True, dtype=dtype)
+    inputs[4] = nn.Parameter(torch.zeros_like(inputs[4]))
+    assert outcome(grouped_mlp, inputs, way_of(rows, gated=False, keeps="all"))[4].shape == (3, 3)
+
+
+def test_a_weighted_bias_is_that_of_plain_formulas() -> None:
+    rows = ROWS["uneven"]
+    generator = torch.Generator().manual_seed(0)
+    bias = nn.Parameter(torch.randn(3, H, generator=generator, dtype=torch.float64))
+    shares = torch.randn(8, generator=generator, dtype=torch.float64, requires_grad=True)
+    way = way_of(rows, gated=True, keeps="all")
+    dy = torch.randn(8, H, generator=generator, dtype=torch.float64)
+    wanted = bias[way.expert] * shares[:, None]
+    found = weighted_bias(bias, shares, way)
+    torch.testing.assert_close(found, wanted)
+    pairs = [torch.autograd.grad(y, (bias, shares), dy) for y in (found, wanted)]
+    for mine, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -45,8 +45,8 @@ def test_alone_nothing_is_swapped() -> None:
     assert log == ["a0", "a1", "a2"]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_the_other_goes_on_where_one_fails(failing: int) -> None:
+@pytest.mark.parametrize(("failing", "expected"), [(0, ["a0"]), (1, ["a0", "a1"])])
+def test_where_one_fails_the_other_ends_at_its_swap(failing: int, expected: list[str]) -> None:
     turns, log = Turns(), list[str]()
 
     def fail() -> None:
@@ -57,6 +57,17 @@ def test_the_other_goes_on_where_one_fails(failing: int) -> None:
     pair[failing] = fail
     with pytest.raises(ValueError, match="here"):
         turns.both(*pair, CPU)
-    assert log == ["a0", "a1", "a2", "a3"]
+    assert log == expected
     turns.both(counting(turns, "a", 1, log), counting(turns, "b", 1, log), CPU)
-    assert log[4:] == ["a0", "b0", "a1", "b1"]
+    assert log[len(expected) :] == ["a0", "b0", "a1", "b1"]
+
+
+def test_where_the_first_fails_at_once_the_second_never_runs() -> None:
+    turns, log = Turns(), list[str]()
+
+    def fail() -> None:
+        raise ValueError("here")
+
+    with pytest.raises(ValueError, match="here"):
+        turns.both(fail, counting(turns, "b", 1, log), CPU)
+    assert log == []

@@ -162,7 +162,7 @@ def test_an_outlier_is_what_the_rule_says() -> None:
     assert Outliers(None).limits() == (float("inf"), float("inf"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_the_sum_of_bits_sees_every_bit(dtype: torch.dtype) -> None:
     def total(x: Tensor) -> int:
         found = torch.zeros((), dtype=torch.int64)
@@ -170,7 +170,7 @@ def test_the_sum_of_bits_sees_every_bit(dtype: torch.dtype) -> None:
         return int(found)
 
     x = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    whole = {4: torch.int32, 8: torch.int64}[x.element_size()]
     before = total(x)
     for bit in range(8 * x.element_size() - 1):
         other = x.clone()

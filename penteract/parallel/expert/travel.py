@@ -50,7 +50,8 @@ class _Begin(Operation):
         *tensors, travel = args
         ctx.travel = travel
         travel.coming = [travel.there(x) for x in tensors]
-        return torch.zeros(())
+        # On the device: autograd would run a ticket of the host beside what it is to come after.
+        return torch.zeros((), device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -66,4 +67,4 @@ class _End(Operation):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ctx.travel.coming = [ctx.travel.back(g) for g in gradients]
-        return torch.zeros(()), None
+        return torch.zeros((), device=gradients[0].device), None
