@@ -19,10 +19,10 @@ from penteract.testing import run_ranks
 QUICK: Factors = {
     **EXPERTS,
     "moe": (
-        "aux", "global_aux", "sinkhorn", "groups", "half-by-score", "padded-to-capacity",
-        "shared-gate", "skewed",
+        "aux", "global_aux", "sinkhorn", "groups", "padded-to-capacity", "shared-gate", "skewed",
     ),
     "model": ("llama", "gpt2"),
+    "recompute": ((), ("layer",), ("experts",), ("expert_act", "mlp")),
 }  # fmt: skip
 
 

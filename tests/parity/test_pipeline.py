@@ -20,7 +20,12 @@ from parity.matrix import (
 )
 
 PRODUCT = math.prod(len(PIPELINE[name]) for name in PIPELINE_CROSSED)
-QUICK: Factors = {**PIPELINE, "model": ("deep", "gpt2", "six-heads")}
+QUICK: Factors = {
+    **PIPELINE,
+    "model": ("deep", "gpt2", "six-heads"),
+    "count": ("1", "p-1", "p+1", "3p+1"),
+    "cut": ("even", "ends", "gap"),
+}
 
 
 def test_pairwise_sample(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ QUICK: Factors = {
     **TENSOR_PARALLEL,
     "tp": (1, 2, 3, 4),
     "recompute": ((), ("layer/2",), ("attention", "mlp", "core")),
+    "model": ("llama", "gpt2", "six-heads", "nine-heads", "tiny"),
 }
 
 
