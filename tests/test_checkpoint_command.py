@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import newest, run, tensors, write_config
 
 from penteract.checkpoint.examine import read_manifest
 from penteract.cli import main
-from runs import newest, run, tensors, write_config
 
 MOE = {"moe": {"experts": 4, "balance": "bias"}, "optim": {"warmup": 0}, "model": {"layers": 2}}
 

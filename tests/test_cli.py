@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import BASE, newest, run, write_config
 
 from penteract.checkpoint.format import CheckpointError, SaveError
 from penteract.cli import main
 from penteract.data.loader import TrainSource
 from penteract.errors import UserError
-from runs import BASE, newest, run, write_config
 
 COMMANDS = (
     "train", "verify", "layout", "loads", "data build", "data chat", "data inspect", "data show",

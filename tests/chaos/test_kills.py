@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from penteract.checkpoint.io import latest_good
-from penteract.checkpoint.storage import Files
 from runs import (
     Ranks,
     alive,
@@ -24,6 +21,9 @@ from runs import (
     run,
     write_config,
 )
+
+from penteract.checkpoint.io import latest_good
+from penteract.checkpoint.storage import Files
 
 OPERATIONS = ("create", "write", "sync", "sync_directory", "rename", "remove", "make_directory")
 

@@ -12,11 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from penteract.checkpoint.examine import read_manifest
-from penteract.checkpoint.steps import latest_good, steps
-from penteract.checkpoint.storage import Files
-from penteract.train.run import Run
 from runs import (
     Ranks,
     curve,
@@ -26,6 +21,11 @@ from runs import (
     wait_until,
     write_config,
 )
+
+from penteract.checkpoint.examine import read_manifest
+from penteract.checkpoint.steps import latest_good, steps
+from penteract.checkpoint.storage import Files
+from penteract.train.run import Run
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"layers": 2},

@@ -10,6 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import (
+    assert_same_state,
+    curve,
+    evaluations,
+    metrics,
+    newest,
+    run,
+    tensors,
+    write_config,
+    write_corpus,
+)
 
 from penteract.checkpoint.io import read_manifest
 from penteract.checkpoint.model import load_model
@@ -23,17 +34,6 @@ from penteract.mesh import create_mesh
 from penteract.nn.sequences import MicroBatch
 from penteract.train.language_model import language_model
 from penteract.train.run import Run
-from runs import (
-    assert_same_state,
-    curve,
-    evaluations,
-    metrics,
-    newest,
-    run,
-    tensors,
-    write_config,
-    write_corpus,
-)
 
 # The contract's keys, in its order, then the parts of a step that we report besides.
 KEYS = [

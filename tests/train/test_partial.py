@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from runs import metrics, newest, run, tensors, write_config
 
 from penteract.config import CheckpointConfig, ConfigError
 from penteract.train.partial import left_out, taken
-from runs import metrics, newest, run, tensors, write_config
 
 SECTIONS: dict[str, dict[str, Any]] = {"model": {"layers": 2}, "optim": {"warmup": 0}}
 WEIGHTS = {"embed.weight": "embed.weight", "a.weight": "a.weight", "b.weight": "b.weight"}

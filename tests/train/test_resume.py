@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from penteract.checkpoint.io import read_manifest
 from runs import (
     assert_same_state,
     curve,
@@ -25,6 +23,8 @@ from runs import (
     write_config,
     write_corpus,
 )
+
+from penteract.checkpoint.io import read_manifest
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"dropout": 0.1},
