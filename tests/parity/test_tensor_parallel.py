@@ -35,6 +35,7 @@ def test_pairwise_sample(tmp_path: Path) -> None:
     check(chosen, rotated(chosen, 1), tmp_path)
 
 
+@pytest.mark.slow
 def test_eight_ranks(tmp_path: Path) -> None:
     """More ranks than heads, than rows, than the feed-forward layer or the vocabulary has."""
     common: dict[str, Any] = {"micro_batch": 1, "global_batch": 3, "bucket_bytes": 256}

@@ -255,6 +255,7 @@ def test_a_rank_that_raises_leaves_no_rank_waiting(tmp_path: Path, config: Path)
     assert not list((tmp_path / "run/checkpoints").glob(".tmp*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
 def test_a_save_that_is_killed_keeps_the_step_before(
     tmp_path: Path, config: Path, operation: str
