@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from penteract import compat
 from penteract.collectives import all_reduce_
 from penteract.grid import Grid
 from penteract.mesh import AXES, create_mesh
@@ -125,3 +127,17 @@ def test_a_mesh_of_4096_ranks_on_a_fake_process_group(fake_world: int) -> None:
         assert dist.get_world_size(axis.group) == axis.size
     with pytest.raises(KeyError):
         mesh.axis("sp")
+
+
+def test_a_group_is_as_patient_as_the_default_one() -> None:
+    """Torch would give it the backend's own time."""
+
+    def seconds() -> float:
+        how = {"rank": 0, "world_size": 1, "timeout": timedelta(seconds=777)}
+        dist.init_process_group("gloo", store=dist.HashStore(), **how)
+        group = compat.new_group("dp", [0], None, None)
+        found = group._get_backend(torch.device("cpu")).options._timeout
+        dist.destroy_process_group()
+        return found.total_seconds()
+
+    assert run_ranks(seconds, 1) == [777.0]

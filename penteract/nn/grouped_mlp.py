@@ -16,7 +16,7 @@ Nothing is sent again, unlike where the whole half of a block is recomputed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ from penteract.collectives import Operation
 from penteract.parallel.buckets import at_least_float32
 from penteract.parallel.expert.grouped import Groups, product, weight_gradient
 from penteract.parallel.parameters import WeightGradients
-
-Keeps = Literal["all", "expert_act", "experts"]
+from penteract.parallel.recompute import Keeps
 
 
 @dataclass(frozen=True)

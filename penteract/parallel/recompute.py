@@ -29,6 +29,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
+Keeps = Literal["all", "expert_act", "experts"]
+
 
 @dataclass(frozen=True)
 class Recompute:
@@ -50,7 +52,7 @@ class Recompute:
         return cls(frozenset({"layer"} & parts or parts))
 
     @property
-    def of_experts(self) -> Literal["all", "expert_act", "experts"]:
+    def of_experts(self) -> Keeps:
         """What experts keep, as `nn.grouped_mlp` says it."""
         if "experts" in self.parts:
             return "experts"

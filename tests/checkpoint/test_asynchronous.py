@@ -296,7 +296,7 @@ def test_memory_is_what_a_rank_writes_once_and_a_bucket(
         return growths
 
     for first, *others in run_ranks(body, 2):
-        assert (16 << 20) < first < (32 << 20) + 16 * bucket
+        assert (30 << 20) < first < (32 << 20) + 16 * bucket
         assert max(others) < 16 * bucket
     assert anonymous_bytes() > 0
     assert verify(tmp_path / "step-00000003") == []

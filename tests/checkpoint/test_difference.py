@@ -154,7 +154,7 @@ def test_memory_is_some_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ]
         return peak_while(lambda: compare_steps(*paths))
 
-    assert run_ranks(body, 1)[0] < 24 * bucket
+    assert run_ranks(body, 1)[0] < 16 * bucket
 
 
 def test_nested_values() -> None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penteract.nn.grouped_mlp import Keeps, Way, grouped_mlp, weighted_bias
+from penteract.nn.grouped_mlp import Way, grouped_mlp, weighted_bias
 from penteract.parallel.expert.grouped import Groups
+from penteract.parallel.recompute import Keeps
 
 H, WIDTH = 5, 3
 ROWS = {"uneven": (3, 0, 5), "few": (1, 0, 0), "none": (0, 0, 0), "even": (2, 2, 2)}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penteract.mesh import single
 from penteract.parallel.buffers import Buffers
+from penteract.testing import run_ranks, world_axis
 from penteract.train import run as run_module
 from penteract.train.rerun import LAST, Outliers, Seen, add_bits, differing
 from penteract.train.run import Run
@@ -183,3 +184,24 @@ def test_a_nan_is_like_itself_and_a_zero_is_not_like_minus_zero() -> None:
     assert differing(nan, Seen({"loss": -float("nan")}, 1.0, 7), single("world")) is None
     zero, minus = Seen({"loss": 0.0}, 1.0, 7), Seen({"loss": -0.0}, 1.0, 7)
     assert differing(zero, minus, single("world")) == []
+
+
+def test_all_ranks_decide_alike_where_one_ranks_norm_differs() -> None:
+    """After a fault a rank's norm may be its own: none may go on while another raises."""
+
+    def decided() -> list[str] | None:
+        second = Seen({"loss": 1.0}, 2.0, 7)
+        first = second if world_axis().rank == 0 else Seen({"loss": 1.0}, float("nan"), 7)
+        return differing(first, second, world_axis("world"))
+
+    assert run_ranks(decided, 2) == [[], []]
+
+
+def test_an_outlier_in_float16_leaves_the_loss_scale(tmp_path: Path) -> None:
+    path = config_of(tmp_path, {"step": 20, "kind": "spike", "times": 0}, **LONG)
+    words = ["--train.dtype=float16", "--optim.loss_scale=16", "--optim.decay=24"]
+    run(["train", path, *words], 2)
+    lines = metrics(tmp_path / "run")
+    assert report(tmp_path, 20)["same_again"] is True
+    assert [lines[step]["loss_scale"] for step in (19, 20, 21)] == [16, 16, 16]
+    assert "skipped" not in lines[20]
