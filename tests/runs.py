@@ -31,6 +31,7 @@ import torch
 import torch._dynamo  # the optimizer imports it at its first step: once here, not in every fork
 
 from penteract.checkpoint.io import latest_good, read_manifest, read_tensor
+from penteract.checkpoint.storage import Files
 from penteract.cli import main
 from penteract.data.writer import IndexedWriter
 
@@ -214,6 +215,19 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, make(getattr(owner, name)))
         yield
+
+
+def killed_in(operation: str) -> Callable[[int], None]:
+    """For `prepare`: rank 0 is killed inside its first such operation on storage."""
+
+    def killed(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def prepare(rank: int) -> None:
+        if rank == 0:
+            setattr(Files, operation, killed)
+
+    return prepare
 
 
 def alive(pid: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 from runs import (
     Ranks,
     curve,
+    killed_in,
     metrics,
     newest,
     run,
@@ -262,14 +263,7 @@ def test_a_save_that_is_killed_keeps_the_step_before(
 ) -> None:
     run(["train", config, "--train.steps=2"], 2)
 
-    def prepare(rank: int) -> None:
-        def killed(*_: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if rank == 0:
-            setattr(Files, operation, killed)
-
-    ranks = Ranks(["train", config], 2, prepare=prepare).wait(within_s=20)
+    ranks = Ranks(["train", config], 2, prepare=killed_in(operation)).wait(within_s=20)
     assert ranks.codes[0] == -signal.SIGKILL
     assert newest(tmp_path / "run").name == "step-00000002"
     run(["train", config], 2)
