@@ -387,8 +387,11 @@ class CheckpointConfig:
     """Only copy what is to be saved to host memory, and write it while training goes on."""
     when_busy: Literal["wait", "skip"] = "wait"
     """At a checkpoint while the one before is being written: wait for that, or make none."""
+    on_error: Literal["stop", "go_on"] = "stop"
+    """Where a checkpoint cannot be written: end the run, or say so and try the next one. The last
+    must succeed."""
     flush_s: Positive = 600.0
-    """End the run with an error when it has waited so long for a checkpoint to be written."""
+    """How long a checkpoint that is being written is waited for; later it has failed."""
     load: str | None = None
     """Start a fresh run from this checkpoint's weights; relative to the current directory."""
     load_only: Patterns = ()

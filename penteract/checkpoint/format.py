@@ -47,6 +47,10 @@ class SaveError(CheckpointError):
     """A checkpoint that could not be written: a fault of the machine, not of the user's input."""
 
 
+class LateSaveError(SaveError):
+    """Its files take too long to write; what would be written after them could hang, too."""
+
+
 @dataclass(frozen=True)
 class StoredBox:
     """One box of a logical tensor, stored under `key` in `file`."""

@@ -37,6 +37,7 @@ from penteract.checkpoint.agreement import agreed, together
 from penteract.checkpoint.background import Background, State
 from penteract.checkpoint.format import (
     CheckpointError,
+    LateSaveError,
     Manifest,
     SaveError,
     StoredBox,
@@ -159,7 +160,7 @@ class Saving:
         with self._step.faults(self._job):
             written = together(axis, self._job.result)
             if worst == State.FAULT:
-                raise CheckpointError(f"{self.path}: given up, its files take too long to write")
+                raise LateSaveError(f"{self.path}: given up, its files take too long to write")
             if not self._committing:
                 self._committing = True
                 self._job = Background(lambda go_on: self._step.commit(written, self._then))
@@ -220,7 +221,7 @@ class _Step:
             # could not be stopped the disk hangs, and would hang this too.
             if self.axis.rank == 0 and not (job and job.state == State.RUNNING):
                 self.writing.clear()
-            if isinstance(error, CheckpointError):
+            if isinstance(error, CheckpointError) and not isinstance(error, SaveError):
                 raise SaveError(str(error)) from error
             raise
 

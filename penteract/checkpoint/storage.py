@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,10 @@ class Files:
 
     def make_directory(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
+
+    def free_bytes(self, path: Path) -> int:
+        """Of the file system that a directory is on."""
+        return shutil.disk_usage(path).free
 
     def create(self, path: Path) -> BinaryIO:
         """A new file, unbuffered: what a write returned from is in the kernel's hands."""
@@ -137,11 +141,13 @@ def unused(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def lock(directory: Path | str) -> Iterator[None]:
+def lock(directory: Path | str) -> Iterator[Callable[[], bool]]:
     """Hold `directory` as its one writer; a run holds it on one rank for as long as it may save.
 
     The lock belongs to the process (and to children it forks) and goes when they end, however
-    they end. Raises CheckpointError naming the holder where another process has it.
+    they end. What it yields says whether the directory is still the one that is held: it could
+    have been removed, or its disk unmounted. Raises CheckpointError naming the holder where another
+    process has it.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -158,6 +164,13 @@ def lock(directory: Path | str) -> Iterator[None]:
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        yield
+        yield lambda: _same_file(path, descriptor)
     finally:
         os.close(descriptor)
+
+
+def _same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import shutil
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ class Writing:
         try:
             self.files.make_directory(self.temporary.parent)
             tidy(self.temporary.parent, self.files)
+            if self.files.free_bytes(self.temporary.parent) < self.needed_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.files.make_directory(self.temporary)
         except OSError as error:
             raise self._refusal(self.temporary, self.needed_bytes, error) from error
@@ -96,8 +98,7 @@ class Writing:
         advice = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             there = next(place for place in self.temporary.parents if place.exists())
-            free_bytes = shutil.disk_usage(there).free
-            advice = f", {free_bytes} are free: remove files or keep fewer steps"
+            advice = f", {self.files.free_bytes(there)} are free: remove files or keep fewer steps"
         return CheckpointError(
             f"{path}: cannot save ({error.strerror}): needs {path_bytes} bytes, "
             f"the tensors of the whole step {self.needed_bytes}{advice}"

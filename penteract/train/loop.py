@@ -46,7 +46,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest(config.train.max_minutes))
         stack.callback(task.close)
-        agreed(world, lambda: stack.enter_context(lock(checkpoints)) if rank0 else None)
+        held = agreed(world, lambda: stack.enter_context(lock(checkpoints)) if rank0 else None)
         metrics = agreed(world, lambda: _open_metrics(config, active=rank0))
         stack.callback(metrics.close)
         run = Run(task, config, mesh, device)
@@ -59,7 +59,8 @@ def train(
         if rank0:
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         saved = None if found is None else run.step
-        saver = stack.enter_context(Saver(run, checkpoints, metrics.say, saved=saved))
+        saver = Saver(run, checkpoints, metrics.say, saved=saved, held=held)
+        stack.enter_context(saver)
         evaluate_every = config.train.eval_every or steps
         first = run.step + 1
         while run.step < steps and not stop.agreed(world, device):

@@ -72,6 +72,20 @@ def test_a_full_disk_at_any_moment_leaves_the_earlier_step(tmp_path: Path) -> No
         assert (latest_good(tmp_path) != step) == (room_bytes >= used_bytes - 14)
 
 
+def test_a_step_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    class Small(Files):
+        def free_bytes(self, path: Path) -> int:
+            return 799
+
+        def create(self, path: Path) -> BinaryIO:
+            raise AssertionError("nothing is written")
+
+    held = wholes({"w": labelled((10, 10))})
+    with pytest.raises(CheckpointError, match="tensors of the whole step 800, 799 are free"):
+        save(tmp_path, Record(1), held, axis=ONE, files=Small())
+    assert not list(tmp_path.iterdir())
+
+
 def operations(directory: Path, steps: Sequence[int]) -> int:
     """How many file operations the last of these saves takes."""
     for step in steps:

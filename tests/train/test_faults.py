@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from runs import Ranks, curve, killed_in, metrics, newest, run, write_config, write_corpus
 
 from penteract.checkpoint.io import latest_good
+from penteract.checkpoint.steps import steps
 from penteract.checkpoint.storage import Files
 from penteract.data.indexed import IndexedFile
 from penteract.nn.model import Stage
 from penteract.train.run import Run
+from penteract.train.saving import Saver
 
 SECTIONS: dict[str, dict[str, Any]] = {"checkpoint": {"every": 2}, "optim": {"decay": 6}}
 
@@ -225,3 +228,90 @@ def test_a_parameter_reached_on_one_tensor_rank_is_used(tmp_path: Path, rank: in
 
     ranks = run(["train", config], 2, prepare=prepare)
     assert "warning: no loss reaches norm.weight: they do not learn" in ranks.err[0]
+
+
+def full_at(rank: int, step: int) -> Callable[[int], None]:
+    """The disk of `rank` is full while that step is saved, and only then."""
+
+    def prepare(mine: int) -> None:
+        real = Files.create
+
+        def create(self: Files, path: Path) -> Any:
+            if mine == rank and f"step-{step:08d}" in str(path) and path.suffix == ".safetensors":
+                raise OSError(28, "No space left on device", str(path))
+            return real(self, path)
+
+        Files.create = create  # type: ignore[method-assign]
+
+    return prepare
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_may_go_on_after_a_save_that_failed(
+    tmp_path: Path, config: Path, rank: int, asynchronous: str
+) -> None:
+    words = ["train", config, "--checkpoint.every=2", "--train.steps=7", "--checkpoint.keep=2",
+             f"--checkpoint.asynchronous={asynchronous}"]  # fmt: skip
+    ranks = run([*words, "--checkpoint.on_error=go_on"], 2, prepare=full_at(rank, 4))
+    assert "No space left on device" in ranks.err[0]
+    assert "going on, the newest on the disk is step 2" in ranks.err[0]
+    found = [number for number, _ in steps(tmp_path / "run/checkpoints")]
+    assert found == [6, 7]
+    assert not list((tmp_path / "run/checkpoints").glob(".tmp*"))
+    run([*words, f"--log.dir={tmp_path}/whole"], 2)
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_the_last_save_must_succeed(tmp_path: Path, config: Path) -> None:
+    words = ["train", config, "--train.steps=4", "--checkpoint.on_error=go_on"]
+    ranks = run(words, 2, code=1, prepare=full_at(1, 4))
+    for said in ranks.err:
+        assert "No space left on device" in said
+        assert "Traceback" not in said
+
+
+def test_a_save_that_fails_in_flight_is_tried_once_more_at_the_end(
+    tmp_path: Path, config: Path
+) -> None:
+    """Step 4 is being written when a signal ends the run, and fails while that is waited for."""
+
+    def prepare(rank: int) -> None:
+        create, finish = Files.create, Saver.finish
+        finishing = threading.Event()
+
+        def failing(self: Files, path: Path) -> Any:
+            if rank == 1 and "step-00000004" in str(path) and not finishing.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+                finishing.wait(30)
+                raise OSError(5, "Input/output error", str(path))
+            return create(self, path)
+
+        def seen(self: Saver) -> None:
+            finishing.set()
+            finish(self)
+
+        Files.create, Saver.finish = failing, seen  # type: ignore[method-assign]
+
+    words = ["--checkpoint.every=4", "--checkpoint.asynchronous=true", "--train.steps=1000"]
+    ranks = run(["train", config, *words], 2, prepare=prepare)
+    assert "Input/output error" in ranks.err[0]
+    assert "tried once more" in ranks.err[0]
+    last = max(metrics(tmp_path / "run"))
+    assert newest(tmp_path / "run").name == f"step-{last:08d}"
+
+
+def test_a_disk_that_went_away_is_not_written_past(tmp_path: Path, config: Path) -> None:
+    """What remains is an empty directory of the same name, where a mount was."""
+    checkpoints = tmp_path / "run/checkpoints"
+
+    def away(run: Run) -> None:
+        checkpoints.rename(tmp_path / "elsewhere")
+        checkpoints.mkdir()
+
+    ranks = run(["train", config], 2, code=1, prepare=at_step(3, 0, away))
+    for said in ranks.err:
+        assert f"{checkpoints}: cannot save: the directory that was here is gone" in said
+        assert "Traceback" not in said
+    assert not list(checkpoints.iterdir())
+    assert [number for number, _ in steps(tmp_path / "elsewhere")] == [2]

@@ -24,6 +24,7 @@ from runs import (
     write_corpus,
 )
 
+import penteract.train.loop
 from penteract.checkpoint.io import read_manifest
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -242,6 +243,23 @@ def test_loaded_weights_are_those_of_the_checkpoint(tmp_path: Path, config: Path
                 assert not value.any(), name
             else:
                 assert torch.equal(value, saved[name]), name
+
+
+def test_one_rank_chooses_the_step_that_all_load(tmp_path: Path, config: Path) -> None:
+    """Another run may save a newer one just then: ranks that look each for themselves differ."""
+    run(["train", config, "--train.steps=4", "--checkpoint.every=2"])
+
+    def prepare(rank: int) -> None:
+        find = penteract.train.loop.find_step
+        older = tmp_path / "run/checkpoints/step-00000002"
+        penteract.train.loop.find_step = lambda path: find(older if rank else path)
+
+    words = [f"--checkpoint.load={tmp_path}/run/checkpoints", f"--log.dir={tmp_path}/fresh"]
+    ranks = run(["train", config, *words, "--train.steps=1"], 2, prepare=prepare)
+    assert "starting from the weights of" in ranks.err[0]
+    run(["train", config, *words[:1], "--train.steps=1", f"--log.dir={tmp_path}/alone"])
+    found, alone = (curve(tmp_path / name) for name in ("fresh", "alone"))
+    np.testing.assert_allclose(found, alone, rtol=1e-12)
 
 
 def test_loading_the_state_too_goes_on_elsewhere(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from runs import Ranks, metrics, run, wait_until, write_config
 
+import penteract.cli
+from penteract.launch import ERROR_FILE, report_failure
 from penteract.mesh import Traffic
 from penteract.nn.model import Stage
 from penteract.train import watchdog as watchdog_module
@@ -111,6 +114,36 @@ def test_without_a_limit_nothing_watches() -> None:
     with Watchdog(activity, lambda: axes, rank=0, world=1, limit_s=0, report=said.append):
         time.sleep(0.05)
     assert not said
+
+
+def test_a_report_that_goes_nowhere_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """A full disk, or a pipe that nobody reads."""
+
+    def prepare(rank: int) -> None:
+        watchdog_module.REPORT_S = 0.2
+        hanging(0, 3)(rank)
+
+        def stuck(*_: Any, **__: float) -> None:
+            time.sleep(1e6)
+
+        penteract.cli.report_failure = stuck
+
+    config = write_config(tmp_path, {"train": LIMIT, "optim": {"decay": 10}})
+    run(["train", config], 1, code=3, prepare=prepare)
+
+
+def test_what_fails_after_a_hang_does_not_replace_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    report_failure("it hangs", sent_at=1.0)
+    report_failure("a peer has left")
+    assert json.loads(path.read_text())["message"]["message"] == "it hangs"
+    path.unlink()
+    report_failure("a fault of its own")
+    report_failure("the one after it")
+    assert json.loads(path.read_text())["message"]["message"] == "the one after it"
 
 
 @pytest.mark.slow
