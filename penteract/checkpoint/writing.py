@@ -99,10 +99,10 @@ class Writing:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             there = next(place for place in self.temporary.parents if place.exists())
             advice = f", {self.files.free_bytes(there)} are free: remove files or keep fewer steps"
-        return CheckpointError(
-            f"{path}: cannot save ({error.strerror}): needs {path_bytes} bytes, "
-            f"the tensors of the whole step {self.needed_bytes}{advice}"
-        )
+        needs = f"needs {path_bytes} bytes"
+        if path_bytes != self.needed_bytes:
+            needs += f", the tensors of the whole step {self.needed_bytes}"
+        return CheckpointError(f"{path}: cannot save ({error.strerror}): {needs}{advice}")
 
 
 def contents(writes: Sequence[Write], held: Held) -> Iterator[torch.Tensor]:

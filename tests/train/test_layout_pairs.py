@@ -1,4 +1,4 @@
-"""A checkpoint written in one layout and read in another: equal to the bit, and it goes on alike."""
+"""A checkpoint of one layout, read in another: equal to the bit, and it goes on alike."""
 
 from __future__ import annotations
 
