@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[dict[str, dict[str, Any]], Layouts]] = {
         {
             "one": (1, {}),
             "ep-zero1": (4, {"ep": 2, "zero": 1}),
-            "tp-etp1": (4, {"tp": 2, "sp": True, "ep": 4}),
+            "tp-etp1": (4, {"tp": 2, "sp": True, "ep": 4, "etp": 1}),
             "etp-only": (2, {"etp": 2, "zero": 2}),
             "pp-cp-ep": (8, {"pp": 2, "cp": 2, "ep": 4, "zero": 1}),
         },
