@@ -6,16 +6,16 @@ import contextlib
 import logging
 from collections.abc import Collection, Sequence
 from itertools import groupby
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from penteract.checkpoint.agreement import agreed, together
 from penteract.checkpoint.cover import buckets
 from penteract.checkpoint.examine import check_files, inspect, read_manifest, reading, verify
 from penteract.checkpoint.format import CheckpointError, Manifest, SaveError
 from penteract.checkpoint.plan import Read, Shard, compare, load_plan
+from penteract.checkpoint.reader import open_tensors
+from penteract.checkpoint.remote import Place, place
 from penteract.checkpoint.saving import Record, describe, save, shards_from
 from penteract.checkpoint.steps import find_step, latest_good, retain
 from penteract.checkpoint.storage import lock
@@ -35,6 +35,7 @@ __all__ = [
     "latest_good",
     "load",
     "lock",
+    "place",
     "read_manifest",
     "read_tensor",
     "retain",
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def load(
-    path: Path | str,
+    path: Place | str,
     wanted: Held,
     *,
     axis: Axis | None = None,
@@ -62,7 +63,7 @@ def load(
     listing every mismatch or damaged file, before any tensor is changed. `check_hashes` reads
     every file once, the ranks sharing the files out. No run's retention removes the step meanwhile.
     """
-    path, axis = Path(path), axis or single("world")
+    path, axis = place(path), axis or single("world")
     told = together(axis, lambda: describe(wanted, None, axis))
     shards = [shard for answer in told for shard in shards_from(answer["shards"])]
     with contextlib.ExitStack() as stack:
@@ -75,7 +76,7 @@ def load(
     return manifest
 
 
-def _check_dealt(path: Path, manifest: Manifest, axis: Axis, *, check_hashes: bool) -> None:
+def _check_dealt(path: Place, manifest: Manifest, axis: Axis, *, check_hashes: bool) -> None:
     """Check this rank's deal of the files."""
     mine = sorted(manifest.files)[axis.rank :: axis.size]
     faults = check_files(path, manifest, mine, hashes=check_hashes)
@@ -83,10 +84,10 @@ def _check_dealt(path: Path, manifest: Manifest, axis: Axis, *, check_hashes: bo
         raise CheckpointError("; ".join(faults))
 
 
-def _fill(path: Path, reads: Sequence[Read], wanted: Held) -> None:
+def _fill(path: Place, reads: Sequence[Read], wanted: Held) -> None:
     """Copy each read's box into its target, a bucket at a time. Files were checked before."""
     for file, in_file in groupby(reads, key=lambda read: read.file):
-        with safe_open(path / file, framework="pt") as opened:
+        with open_tensors(path / file) as opened:
             for read in in_file:
                 shard, target = wanted[read.target]
                 source = opened.get_slice(read.key)
@@ -96,12 +97,12 @@ def _fill(path: Path, reads: Sequence[Read], wanted: Held) -> None:
                     into.copy_(values)
 
 
-def read_tensor(path: Path | str, name: str) -> torch.Tensor:
+def read_tensor(path: Place | str, name: str) -> torch.Tensor:
     """The whole logical tensor `name` of the step directory `path`. Raises CheckpointError.
 
     Hashes are not checked; `verify` does that.
     """
-    path = Path(path)
+    path = place(path)
     manifest = read_manifest(path)
     stored = manifest.tensors.get(name)
     if stored is None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from penteract.checkpoint.agreement import together
-from penteract.checkpoint.io import agreed, find_step, latest_good, lock
+from penteract.checkpoint.io import agreed, find_step, latest_good, lock, place
+from penteract.checkpoint.remote import Place
 from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh, Traffic
@@ -40,7 +41,7 @@ def train(
     CheckpointError, and ConfigError where the directory holds another run.
     """
     assert config.checkpoint.dir is not None
-    checkpoints, rank0 = Path(config.checkpoint.dir), mesh.rank == 0
+    checkpoints, rank0 = place(config.checkpoint.dir), mesh.rank == 0
     world = mesh.axis("world")
     steps, every = config.train.steps, config.checkpoint.every
     with contextlib.ExitStack() as stack:
@@ -109,7 +110,7 @@ def _open_metrics(config: Config, *, active: bool) -> Metrics:
     )
 
 
-def _restore(run: Run, path: Path | None) -> str:
+def _restore(run: Run, path: Place | None) -> str:
     """Continue the step at `path`, or start from other weights, or from the seed; says which."""
     options, steps = run.config.checkpoint, run.config.train.steps
     if path is not None:
@@ -120,7 +121,7 @@ def _restore(run: Run, path: Path | None) -> str:
     if options.load is None:
         return f"starting from seed {run.config.train.seed}"
     world, load = run.mesh.axis("world"), options.load  # one rank chooses for all
-    path = Path(together(world, lambda: str(find_step(load)) if run.mesh.rank == 0 else "")[0])
+    path = place(together(world, lambda: str(find_step(load)) if run.mesh.rank == 0 else "")[0])
     if options.load_state:
         changes = run.resume(path, check_hashes=options.verify == "hashes")
         return "\n  ".join([f"starting from {path}, its moments, its step {run.step}", *changes])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 from penteract.checkpoint.format import SaveError
+from penteract.checkpoint.remote import Place
 from penteract.checkpoint.saving import Saving
 from penteract.checkpoint.steps import retain
 from penteract.checkpoint.writing import Staging
@@ -27,7 +27,7 @@ class Saver:
     """
 
     def __init__(
-        self, run: Run, directory: Path, say: Callable[[str], None], *, saved: int | None
+        self, run: Run, directory: Place, say: Callable[[str], None], *, saved: int | None
     ) -> None:
         self.run, self.directory, self.say = run, directory, say
         self.saved = saved  # the newest step that is saved, or in flight

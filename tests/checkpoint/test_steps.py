@@ -13,6 +13,7 @@ import torch
 
 from penteract.checkpoint import io, storage
 from penteract.checkpoint.agreement import agreed
+from penteract.checkpoint.commit import Renames
 from penteract.checkpoint.examine import inspect, read_manifest, reading, verify
 from penteract.checkpoint.format import CheckpointError
 from penteract.checkpoint.io import Record, save
@@ -24,7 +25,6 @@ from penteract.checkpoint.steps import (
     pointed,
     retain,
     steps,
-    tidy,
     unpin,
 )
 from penteract.checkpoint.storage import Files, unused
@@ -316,7 +316,7 @@ def test_a_step_left_aside_counts_and_moves_back(tmp_path: Path) -> None:
     aside = tmp_path / ".old-step-00000001-ab12"
     one.rename(aside)
     assert latest_good(tmp_path) == aside
-    tidy(tmp_path, Files())
+    Renames(Files()).tidy(tmp_path)
     assert latest_good(tmp_path) == one
 
 
