@@ -103,6 +103,8 @@ class Remote:
 
     def find(self) -> list[str]:
         """The names of all objects below, relative to this folder."""
+        if not self.exists():
+            return []
         with self.system() as (fs, path):
             begin = f"{path.rstrip('/')}/"
             return [name.removeprefix(begin) for name in fs.find(path) if name.startswith(begin)]
@@ -110,7 +112,7 @@ class Remote:
     def read(self, begin: int, end: int) -> bytes:
         """These bytes, in one request."""
         with self.system() as (fs, path):
-            data = bytes(fs.cat_file(path, begin, end))
+            data = bytes(fs.cat_file(path, start=begin, end=end))
         if len(data) != end - begin:
             text = f"{len(data)} bytes came of {begin} to {end}"
             raise ConnectionError(errno.EIO, text, self.url)
