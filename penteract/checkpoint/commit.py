@@ -196,5 +196,6 @@ class Manifests:
         if (step / MANIFEST).exists():
             # First: what a removal that is cut short leaves is no step, and goes with `tidy`.
             self.files.remove(step / MANIFEST)
-        self.files.remove(step)
+        if step.exists():
+            self.files.remove(step)
         return True

@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from penteract.checkpoint.format import (
-    DTYPES,
-    Manifest,
-    check_header_length,
-    parse_spans,
-)
+from penteract.checkpoint.format import DTYPES, Manifest, check_header_length, parse_spans
 from penteract.checkpoint.remote import Place, Remote
 from penteract.placement import Box, copies
 
@@ -64,12 +58,7 @@ class _Ranged:
     def __enter__(self) -> _Ranged:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing is held open."""
 
     def get_slice(self, key: str) -> _Slices:
@@ -78,7 +67,9 @@ class _Ranged:
 
 
 class _Slices:
-    """A tensor at byte `begin` of a file, of which slices without steps are read."""
+    """A tensor at byte `begin` of a file. Slices of it, without steps, are read row by row, where
+    rows of the first dim are too long to read whole, else as many rows at a time as a range has.
+    """
 
     def __init__(
         self, file: Remote, begin: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -102,13 +93,9 @@ class _Slices:
         many = max(1, RANGE_BYTES // row_bytes)
         for row in range(0, size[0], many):
             into = values[row : row + many]
-            rows = self._rows(part[0].start + row, len(into))  # [many, *shape[1:]]
+            begin = self._begin + (part[0].start + row) * row_bytes
+            data = bytearray(self._file.read(begin, begin + len(into) * row_bytes))
+            rows = torch.frombuffer(data, dtype=self._dtype)
+            rows = rows.view(len(into), *self._shape[1:])  # [many, *shape[1:]]
             into.copy_(rows[(slice(None), *part[1:])])
         return values
-
-    def _rows(self, first: int, count: int) -> Tensor:
-        shape = (count, *self._shape[1:])
-        row_bytes = math.prod(self._shape[1:]) * self._dtype.itemsize
-        begin = self._begin + first * row_bytes
-        data = bytearray(self._file.read(begin, begin + count * row_bytes))
-        return torch.frombuffer(data, dtype=self._dtype).view(shape)

@@ -131,7 +131,9 @@ class Remote:
         return _Ranges(self, self.stat().st_size)
 
     def unlink(self, *, missing_ok: bool = False) -> None:
-        with contextlib.suppress(*[FileNotFoundError] * missing_ok), self.system() as (fs, path):
+        if missing_ok and not self.exists():
+            return
+        with self.system() as (fs, path):
             fs.rm_file(path)
 
 

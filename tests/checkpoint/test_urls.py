@@ -181,6 +181,7 @@ def test_which_steps_stay(url: str) -> None:
         put(url, step)
     pin(place(f"{url}/step-00000002"))
     Objects().put(tensor_file(place(f"{url}/step-00000006")), b"short")
+    tensor_file(place(f"{url}/step-00000003")).unlink()
     gone = retain(url, 2, keep_every=4)
     assert [path.name[-1] for path in gone] == ["1", "3"]
     assert [name[-1] for name in names(url)] == ["t", "2", "4", "5", "6", "7"]
