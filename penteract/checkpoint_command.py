@@ -11,11 +11,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penteract.checkpoint.difference import Difference
+    from penteract.checkpoint.remote import Place
 
 LINE_S = 10.0
 ROWS, FEW = 6, 2  # lines of a table, and of other lists, unless all are asked for
@@ -42,7 +42,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def reshard(arguments: argparse.Namespace) -> int:
     """Write a checkpoint again in fewer, more or smaller files, or its weights alone."""
-    from penteract.checkpoint.io import find_step, read_manifest
+    from penteract.checkpoint.io import find_step, place, read_manifest
     from penteract.checkpoint.model import STATE_PREFIXES
     from penteract.checkpoint.reshard import reshard
 
@@ -52,7 +52,7 @@ def reshard(arguments: argparse.Namespace) -> int:
     with progress("writing", sum(f.bytes for f in manifest.files.values()) + sum(kept)) as told:
         path = reshard(
             source,
-            arguments.out,
+            place(arguments.out),
             files=arguments.files or 1,
             max_bytes=arguments.max_bytes,
             drop=drop,
@@ -130,7 +130,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         yield told
 
 
-def _as_json(a: Path, b: Path, found: Difference) -> dict[str, Any]:
+def _as_json(a: Place, b: Place, found: Difference) -> dict[str, Any]:
     from dataclasses import asdict
 
     sides = ((a, found.a), (b, found.b))
@@ -151,7 +151,7 @@ def _as_json(a: Path, b: Path, found: Difference) -> dict[str, Any]:
     }
 
 
-def _lines(a: Path, b: Path, found: Difference, *, everything: bool) -> Iterator[str]:
+def _lines(a: Place, b: Place, found: Difference, *, everything: bool) -> Iterator[str]:
     """For people: what is equal, then what differs, the worst first."""
     from penteract.checkpoint.difference import HOW
 

@@ -15,7 +15,6 @@ import logging
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +26,14 @@ from penteract.local_ranks import Restarts, start_local
 if TYPE_CHECKING:
     import torch
 
+    from penteract.checkpoint.remote import Place
     from penteract.config import Config
     from penteract.data.tokenizers import Tokenizer
     from penteract.launch import Launch
 
 FILE_ERRORS = (
     FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError,
+    ConnectionError,  # with the name of a file: checkpoints at a URL
 )  # fmt: skip
 
 
@@ -384,7 +385,7 @@ def _prompt(
     return tokens or [tokenizer.end_of_document], None if arguments.ignore_end else stop
 
 
-def _loaded(path: Path, launch: Launch) -> tuple[Any, Config, dict[str, Any], torch.device]:
+def _loaded(path: Place, launch: Launch) -> tuple[Any, Config, dict[str, Any], torch.device]:
     """The model, whole or a stage of it, its configuration and saved state, and the device."""
     from penteract.checkpoint.model import load_model, load_pipelined
     from penteract.grid import Grid

@@ -81,6 +81,10 @@ def resolve(config: Config) -> Config:
     ends = [until for until, _ in config.train.ramp]
     if ends != sorted(set(ends)):
         raise ConfigError(f"train.ramp: steps must rise, got {ends}")
+    if "://" in config.log.dir:
+        raise ConfigError(
+            f"log.dir = {config.log.dir} is a URL: logs need a disk; checkpoint.dir can be a URL"
+        )
     _check_start(config.checkpoint, config.moe)
     if config.checkpoint.keep_every and config.checkpoint.keep is None:
         raise ConfigError(

@@ -372,7 +372,8 @@ class CheckpointConfig:
     """Where and when the run is saved."""
 
     dir: str | None = None
-    """Folder of checkpoints, relative to the current directory; else log.dir/checkpoints."""
+    """Folder of checkpoints, relative to the current directory, or a URL such as
+    s3://bucket/run; else log.dir/checkpoints."""
     every: Natural = 0
     """Steps between checkpoints; the last step is always saved."""
     keep: Count | None = None
@@ -393,7 +394,7 @@ class CheckpointConfig:
     flush_s: Positive = 600.0
     """How long a checkpoint that is being written is waited for; later it has failed."""
     load: str | None = None
-    """Start a fresh run from this checkpoint's weights; relative to the current directory."""
+    """Start a fresh run from this checkpoint's weights; a path or URL, as checkpoint.dir."""
     load_only: Patterns = ()
     """With checkpoint.load: only tensors that match one of these shell patterns, as for
     [[optim.rules]]; all others keep their initial values."""

@@ -9,7 +9,7 @@ from typing import Any
 
 Command = Callable[[argparse.Namespace], int]
 
-CHECKPOINT = "a step, or the folder of steps"
+CHECKPOINT = "a step, or the folder of steps; a URL too"
 WITH_CONFIG = "%(prog)s CONFIG.toml [options] [--section.key VALUE ...]"
 
 
@@ -186,7 +186,7 @@ def _add_checkpoint(commands: Any, runs: Mapping[str, Command]) -> None:
     example = "penteract checkpoint reshard runs/default/checkpoints runs/weights --weights-only"
     p = _command(checkpoint, "reshard", runs["checkpoint reshard"], example)
     p.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
-    p.add_argument("out", type=Path, metavar="OUT", help="the folder of steps to write it in")
+    p.add_argument("out", metavar="OUT", help="the folder of steps to write it in")
     size = p.add_mutually_exclusive_group()
     size.add_argument("--files", type=_positive, metavar="N", help="files of even size (1)")
     size.add_argument("--max-bytes", type=_positive, metavar="N", help="length of a file, at most")

@@ -216,6 +216,7 @@ def test_help_has_every_key_and_its_meaning() -> None:
         ("data", "train", ["a", {"prefix": "b", "weight": 1}], "a weight or none; without one: "),
         ("data", "valid_fraction", 1.0, "data.valid_fraction = 1.0"),
         ("checkpoint", "keep", 0, "checkpoint.keep = 0"),
+        ("log", "dir", "s3://bucket/run", "is a URL: logs need a disk; checkpoint.dir can be"),
         ("checkpoint", "keep_every", 5, "keep_every = 5: all steps are kept: give checkpoint.keep"),
         ("checkpoint", "verify", "size", "checkpoint.verify = 'size'"),
         ("checkpoint", "load_state", True, "load_state = true needs checkpoint.load"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from penteract.checkpoint.cover import buckets
 from penteract.checkpoint.examine import check_files, reading
 from penteract.checkpoint.format import CheckpointError, Manifest
 from penteract.checkpoint.reader import Reader
+from penteract.checkpoint.remote import Place
 from penteract.checkpoint.writing import BUCKET_BYTES
 from penteract.placement import whole
 
@@ -59,7 +59,7 @@ class Difference:
 
 
 def compare_steps(
-    a: Path, b: Path, *, told: Callable[[int], None] = lambda more_bytes: None
+    a: Place, b: Place, *, told: Callable[[int], None] = lambda more_bytes: None
 ) -> Difference:
     """What differs between the step directories; `told` hears of the bytes that were compared.
 

@@ -7,7 +7,6 @@ import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from penteract.checkpoint.format import (
     DTYPES,
@@ -19,14 +18,18 @@ from penteract.checkpoint.format import (
     from_json,
     parse_header,
 )
+from penteract.checkpoint.remote import Place, place
 from penteract.checkpoint.storage import hash_file, in_use
 
 PINNED = "pinned"
 
 
-def read_manifest(path: Path | str) -> Manifest:
-    """The checked manifest of the step directory `path`. Raises CheckpointError."""
-    file = Path(path) / MANIFEST
+def read_manifest(path: Place | str) -> Manifest:
+    """The checked manifest of the step directory `path`.
+
+    Raises CheckpointError, or ConnectionError where a URL cannot be asked.
+    """
+    file = place(path) / MANIFEST
     try:
         size = file.stat().st_size
         if size > MANIFEST_LIMIT_BYTES:
@@ -34,24 +37,26 @@ def read_manifest(path: Path | str) -> Manifest:
         text = file.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{file}: not there: {path} is not a complete step") from None
+    except ConnectionError:  # no damage: the step may be good
+        raise
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
     return from_json(text, str(file))
 
 
 @contextmanager
-def reading(path: Path | str) -> Iterator[Manifest]:
+def reading(path: Place | str) -> Iterator[Manifest]:
     """The manifest of the step directory `path`, which no run's retention removes meanwhile.
 
     Raises CheckpointError.
     """
     manifest = read_manifest(path)
-    with in_use(Path(path) / MANIFEST):
+    with in_use(place(path) / MANIFEST):
         yield manifest
 
 
 def check_files(
-    path: Path | str,
+    path: Place | str,
     manifest: Manifest,
     names: Iterable[str],
     *,
@@ -60,7 +65,7 @@ def check_files(
 ) -> list[str]:
     """What is wrong with these files of a step, one line each; `hashes` reads them whole.
 
-    `told` hears of the bytes of each file once it was looked at.
+    `told` hears of the bytes that were looked at, as it goes.
 
     Without hashes: each is a regular file of the right length, and its header lists the keys,
     dtypes and shapes that the manifest says. The library opens only files that passed.
@@ -73,21 +78,23 @@ def check_files(
     faults = []
     for name in names:
         try:
-            _check_file(Path(path) / name, manifest, expected[name], hashes=hashes)
+            _check_file(place(path) / name, manifest, expected[name], hashes=hashes, told=told)
         except CheckpointError as error:
             faults.append(str(error))
+        except ConnectionError:  # no damage
+            raise
         except OSError as error:
-            faults.append(f"{Path(path) / name}: cannot be read ({error.strerror})")
-        told(manifest.files[name].bytes)
+            faults.append(f"{place(path) / name}: cannot be read ({error.strerror})")
     return faults
 
 
 def _check_file(
-    file: Path,
+    file: Place,
     manifest: Manifest,
     expected: dict[str, tuple[str, tuple[int, ...]]],
     *,
     hashes: bool,
+    told: Callable[[int], None],
 ) -> None:
     said = manifest.files[file.name]
     # A link could lead out of the step's directory.
@@ -108,7 +115,10 @@ def _check_file(
             f"{file}: key {differ!r} is {entries.get(differ)}, "
             f"the manifest says {expected.get(differ)}"
         )
-    digest = hash_file(file) if hashes else said.xxh3
+    if not hashes:
+        told(said.bytes)
+        return
+    digest = hash_file(file, told=told)
     if digest != said.xxh3:
         raise CheckpointError(
             f"{file}: its content has changed since it was saved: "
@@ -117,7 +127,7 @@ def _check_file(
 
 
 def verify(
-    path: Path | str,
+    path: Place | str,
     *,
     hashes: bool = True,
     deal: tuple[int, int] = (0, 1),
@@ -128,7 +138,7 @@ def verify(
     With a deal of (rank, ranks), of the files that are this rank's to look at. `told` is that of
     `check_files`.
     """
-    path = Path(path)
+    path = place(path)
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -142,10 +152,10 @@ def verify(
     return faults
 
 
-def inspect(path: Path | str) -> list[str]:
+def inspect(path: Place | str) -> list[str]:
     """The step directory `path` in words, for people: totals, layout, tensors, files."""
     manifest = read_manifest(path)
-    pinned = ["pinned: no run removes it"] if (Path(path) / PINNED).exists() else []
+    pinned = ["pinned: no run removes it"] if (place(path) / PINNED).exists() else []
     elements = sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
     tensor_bytes = sum(tensor.bytes for tensor in manifest.tensors.values())
     lines = [

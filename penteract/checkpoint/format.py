@@ -307,7 +307,15 @@ def check_header_length(prefix: bytes, file_bytes: int, where: str) -> int:
 def parse_header(
     text: bytes, data_bytes: int, where: str
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """key -> (safetensors dtype code, shape), checked; `data_bytes` follow the header.
+    """key -> (safetensors dtype code, shape), checked as by `parse_spans`."""
+    spans = parse_spans(text, data_bytes, where)
+    return {key: (code, shape) for key, (code, shape, _) in spans.items()}
+
+
+def parse_spans(
+    text: bytes, data_bytes: int, where: str
+) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """key -> (safetensors dtype code, shape, where its data begin); `data_bytes` follow the header.
 
     Every tensor's bytes must lie in the file, be as many as its shape says, and together with the
     others' leave no gap and no overlap. Raises CheckpointError.
@@ -315,7 +323,7 @@ def parse_header(
     reader = _Reader(where)
     header = reader.mapping(reader.parse(text), "the header")
     reader.mapping(header.pop("__metadata__", {}), "__metadata__")
-    entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+    entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
     spans: list[tuple[int, int, str]] = []
     for key, value in header.items():
         what = f"tensor {key!r}"
@@ -327,7 +335,7 @@ def parse_header(
         span = reader.counts(value["data_offsets"], f"{what}: data_offsets")
         if len(span) != 2 or span[1] - span[0] != math.prod(shape) * _ITEM_BYTES[code]:
             raise reader.refuse(f"{what}: offsets {list(span)} do not fit shape {list(shape)}")
-        entries[key] = code, shape
+        entries[key] = code, shape, span[0]
         spans.append((span[0], span[1], key))
     end = 0
     for begin, stop, key in sorted(spans):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from penteract.checkpoint.examine import read_manifest
 from penteract.checkpoint.io import load
 from penteract.checkpoint.plan import Shard
+from penteract.checkpoint.remote import Place
 from penteract.config import Config
 from penteract.config_file import from_dict
 from penteract.families import model_spec
@@ -55,7 +55,7 @@ def owned(
 
 
 def load_model(
-    path: Path, *, device: torch.device | str = "cpu"
+    path: Place, *, device: torch.device | str = "cpu"
 ) -> tuple[Stage, Config, dict[str, Any]]:
     """The whole model saved at step directory `path`, its configuration and its saved state."""
     manifest = read_manifest(path)
@@ -67,7 +67,7 @@ def load_model(
 
 
 def load_pipelined(
-    path: Path, pp: Axis, *, device: torch.device | str = "cpu"
+    path: Place, pp: Axis, *, device: torch.device | str = "cpu"
 ) -> tuple[Pipelined, Config, dict[str, Any]]:
     """As `load_model`, one stage on each rank of `pp`; all of them call it together."""
     manifest = read_manifest(path)

@@ -10,16 +10,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 
+from penteract.checkpoint.commit import protocol_of
 from penteract.checkpoint.cover import buckets
 from penteract.checkpoint.examine import check_files, reading
 from penteract.checkpoint.format import CheckpointError, SaveError, header_bytes
 from penteract.checkpoint.plan import Shard, Write, even_plan, written_bytes
 from penteract.checkpoint.reader import Reader
+from penteract.checkpoint.remote import Place
 from penteract.checkpoint.saving import Record, manifest_of, manifest_text
-from penteract.checkpoint.steps import step_name
-from penteract.checkpoint.storage import Files, lock
+from penteract.checkpoint.steps import step_name, steps
+from penteract.checkpoint.storage import lock
 from penteract.checkpoint.writing import BUCKET_BYTES, Writing, flat_bytes, in_file_order
 from penteract.placement import whole
 
@@ -27,14 +28,14 @@ MOST_FILES = 100_000  # their numbers have five digits
 
 
 def reshard(
-    source: Path,
-    directory: Path,
+    source: Place,
+    directory: Place,
     *,
     files: int = 1,
     max_bytes: int | None = None,
     drop: tuple[str, ...] = (),
     told: Callable[[int], None] = lambda more_bytes: None,
-) -> Path:
+) -> Place:
     """Write the step `source` again under `directory`; the new step's path.
 
     In `files` files, or in as few as are at most `max_bytes` long. Tensors whose names begin with
@@ -72,25 +73,24 @@ def reshard(
         record = Record(manifest.step, manifest.config, {"files": len(plan)}, manifest.state)
         with lock(directory):
             _refuse(directory / name)
-            _write(directory, name, record, shards, plan, contents)
+            _write(directory / name, record, shards, plan, contents)
     return directory / name
 
 
-def _refuse(target: Path) -> None:
-    if target.exists():
+def _refuse(target: Place) -> None:
+    if protocol_of(target).taken(target):
         raise CheckpointError(f"{target}: is there already: choose another folder, or remove it")
 
 
 def _write(
-    directory: Path,
-    name: str,
+    step: Place,
     record: Record,
     shards: Sequence[Shard],
     plan: Sequence[Sequence[Write]],
     contents: Callable[[Write], Iterator[memoryview]],
 ) -> None:
     needed = sum(map(written_bytes, plan))
-    writing = Writing(directory / f".tmp-{name}-{secrets.token_hex(4)}", needed, Files())
+    writing = Writing(step, secrets.token_hex(4), needed, protocol_of(step))
     try:
         writing.prepare()
         parts = [in_file_order(part) for part in plan]
@@ -99,7 +99,8 @@ def _write(
             for file, part in enumerate(parts)
         ]
         manifest = manifest_of(record, [shards], parts, written)
-        writing.commit(record.step, manifest_text(manifest))
+        newest = all(number <= record.step for number, _ in steps(writing.step.parent))
+        writing.commit(manifest_text(manifest), point=newest)
     except Exception as error:
         writing.clear()
         if isinstance(error, CheckpointError):

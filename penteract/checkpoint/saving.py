@@ -8,7 +8,9 @@ A save, seen from outside, happens at one moment, the rename of a complete direc
 3. rank 0 writes the manifest, brings it to the disk, and renames the directory to `step-n`;
 4. `latest` is replaced by a new text.
 
-After each stage the ranks compare notes, so that a fault on one is a CheckpointError on all.
+At a URL there is no rename: files have their names at once, and the manifest is the commit
+(`commit.py` has both). After each stage the ranks compare notes, so that a fault on one is a
+CheckpointError on all.
 
 `start_save` keeps its callers for stage 1, the directory, and a copy of what this rank is to write.
 A thread writes the file from the copy, and on rank 0 a second one does stages 3 and 4. Neither
@@ -30,11 +32,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penteract.checkpoint.agreement import agreed, together
 from penteract.checkpoint.background import Background, State
+from penteract.checkpoint.commit import protocol_of
 from penteract.checkpoint.format import (
     CheckpointError,
     LateSaveError,
@@ -46,14 +48,14 @@ from penteract.checkpoint.format import (
     to_json,
 )
 from penteract.checkpoint.plan import Shard, Write, save_plan, written_bytes
+from penteract.checkpoint.remote import Place, place
 from penteract.checkpoint.steps import step_name
-from penteract.checkpoint.storage import Files
+from penteract.checkpoint.storage import Storage
 from penteract.checkpoint.writing import (
     Held,
     Staging,
     Writing,
     contents,
-    file_name,
     in_file_order,
     on_host,
 )
@@ -77,8 +79,13 @@ class Record:
 
 
 def save(
-    directory: Path | str, record: Record, shards: Held, *, axis: Axis, files: Files | None = None
-) -> Path:
+    directory: Place | str,
+    record: Record,
+    shards: Held,
+    *,
+    axis: Axis,
+    files: Storage | None = None,
+) -> Place:
     """Save one step under `directory`, together with all ranks of `axis`; its path.
 
     Each tensor of `shards` has the shape of its shard's box (a view will do) and must not change
@@ -86,7 +93,7 @@ def save(
     on the disk. Raises SaveError on all ranks where any rank could not do its part, naming
     path and bytes needed; earlier steps are then as they were, and nothing half is left.
     """
-    step = _Step(Path(directory), record, shards, axis, files or Files())
+    step = _Step(place(directory), record, shards, axis, files)
     with step.faults():
         agreed(axis, step.prepare)
         written = together(axis, lambda: step.write(on_host(contents(step.mine, shards))))
@@ -95,13 +102,13 @@ def save(
 
 
 def start_save(
-    directory: Path | str,
+    directory: Place | str,
     record: Record,
     shards: Held,
     *,
     staging: Staging,
     axis: Axis,
-    files: Files | None = None,
+    files: Storage | None = None,
     then: Callable[[], object] = lambda: None,
 ) -> Saving:
     """As `save`, but return once `staging` has what this rank is to write.
@@ -110,7 +117,7 @@ def start_save(
     `then` in the background when the step is on the disk.
     """
     # The manifest is written later, when a state that it shares with the run would be another.
-    step = _Step(Path(directory), copy.deepcopy(record), shards, axis, files or Files())
+    step = _Step(place(directory), copy.deepcopy(record), shards, axis, files)
     staged: list[memoryview] = []
 
     def begin() -> None:
@@ -142,7 +149,7 @@ class Saving:
         self._job: Background[Any] = Background(write)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         return self._step.path
 
     def finished(self, *, late: bool = False) -> bool:
@@ -182,17 +189,22 @@ class _Step:
     """A save that all ranks have planned alike."""
 
     def __init__(
-        self, directory: Path, record: Record, shards: Held, axis: Axis, files: Files
+        self,
+        directory: Place,
+        record: Record,
+        shards: Held,
+        axis: Axis,
+        files: Storage | None,
     ) -> None:
         told = together(axis, lambda: describe(shards, record, axis))
         self.record, self.axis = record, axis
         self.known = [shards_from(answer["shards"]) for answer in told]
         self.plan = [in_file_order(writes) for writes in save_plan(self.known)]
         self.mine = self.plan[axis.rank]
-        name, nonce = step_name(told[0]["step"]), told[0]["nonce"]
-        self.path = directory / name
+        self.path = directory / step_name(told[0]["step"])
         needed_bytes = sum(written_bytes(writes) for writes in self.plan)
-        self.writing = Writing(directory / f".tmp-{name}-{nonce}", needed_bytes, files)
+        protocol = protocol_of(directory, files)
+        self.writing = Writing(self.path, told[0]["nonce"], needed_bytes, protocol)
 
     def prepare(self) -> None:
         if self.axis.rank == 0:
@@ -207,7 +219,7 @@ class _Step:
         if self.axis.rank:
             return
         manifest = manifest_of(self.record, self.known, self.plan, written)
-        self.writing.commit(self.record.step, manifest_text(manifest))
+        self.writing.commit(manifest_text(manifest))
         log.info("%s: committed, %d bytes", self.path, self.writing.needed_bytes)
         then()
 
@@ -270,10 +282,10 @@ def manifest_of(
     """Every tensor any rank knows, a tensor without elements too, and where its boxes went."""
     kinds = {shard.tensor: shard for shards in known for shard in shards}
     boxes: dict[str, list[StoredBox]] = {name: [] for name in sorted(kinds)}
-    for rank, writes in enumerate(plan):
+    for said, writes in zip(written, plan, strict=True):
         for write in writes:
-            place = StoredBox(write.box, file_name(rank), write.key)
-            boxes[write.shard.tensor].append(place)
+            assert said is not None
+            boxes[write.shard.tensor].append(StoredBox(write.box, said[0], write.key))
     tensors = {
         name: StoredTensor(
             kinds[name].shape,
@@ -282,5 +294,5 @@ def manifest_of(
         )
         for name, places in boxes.items()
     }
-    files = {file_name(rank): StoredFile(*said) for rank, said in enumerate(written) if said}
+    files = {said[0]: StoredFile(*said[1:]) for said in written if said}
     return Manifest(record.step, record.config, record.layout, tensors, files, record.state)

@@ -7,30 +7,25 @@
     .old-step-00001000-<nonce>/     a step that is being replaced by the same step saved again
     .lock                           held by the one writer
 
+At a URL a step is complete where it has a manifest, and there are no names with a dot but `.lock`.
 Steps are ordered by number, never by time: clocks go backwards.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import re
-import secrets
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from penteract.checkpoint.agreement import together
+from penteract.checkpoint.commit import LATEST, OLD, STEP, protocol_of
 from penteract.checkpoint.examine import PINNED, reading, verify
 from penteract.checkpoint.format import MANIFEST, CheckpointError
-from penteract.checkpoint.storage import Files, HashedFile, unused
+from penteract.checkpoint.remote import Place, place
+from penteract.checkpoint.storage import Storage
 from penteract.mesh import Axis, single
 
 log = logging.getLogger(__name__)
-
-LATEST = "latest"
-_STEP = re.compile(r"step-([0-9]{8,18})")
-_OLD = re.compile(r"\.old-(step-[0-9]{8,18})-[0-9a-f]+")
-_LEFTOVER = re.compile(r"\.tmp-step-[0-9]{8,18}-[0-9a-f]+|\.latest-[0-9a-f]+")
 
 
 def step_name(step: int) -> str:
@@ -38,37 +33,39 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def steps(directory: Path | str) -> list[tuple[int, Path]]:
+def steps(directory: Place | str) -> list[tuple[int, Place]]:
     """(number, path) of the steps in `directory`, by number; complete or not is not asked.
 
     A step that a killed writer had moved aside, and whose successor did not get its place, counts.
     """
-    directory = Path(directory)
+    directory = place(directory)
     if not directory.is_dir():
         return []
-    found: dict[str, Path] = {}
-    for path in sorted(directory.iterdir(), reverse=True):  # "step-" after ".old-": it comes first
-        aside = _OLD.fullmatch(path.name)
-        found.setdefault(aside[1] if aside else path.name, path)
-    numbered = {name: int(match[1]) for name in found if (match := _STEP.fullmatch(name))}
+    found: dict[str, Place] = {}
+    for name in sorted((path.name for path in directory.iterdir()), reverse=True):
+        aside = OLD.fullmatch(name)  # "step-" is after ".old-": it comes first
+        found.setdefault(aside[1] if aside else name, directory / name)
+    numbered = {name: int(match[1]) for name in found if (match := STEP.fullmatch(name))}
     return sorted((n, found[name]) for name, n in numbered.items() if name == step_name(n))
 
 
 def latest_good(
-    directory: Path | str,
+    directory: Place | str,
     *,
     hashes: bool = False,
     fall_back: bool = False,
     axis: Axis | None = None,
-) -> Path | None:
+    told: Callable[[int], None] = lambda more_bytes: None,
+) -> Place | None:
     """The newest step of `directory` that can be loaded, or None where no step was ever saved.
 
     Together with all ranks of `axis`: rank 0 says which steps there are, and files are dealt over
     the ranks; `hashes` reads them whole. A step without a manifest was never finished and is
     passed over with a log line. So is a damaged one under `fall_back`; else CheckpointError names
-    its damaged files, and the newest good step. It is raised too where no step is good.
+    its damaged files, and the newest good step. It is raised too where no step is good. `told`
+    hears of the bytes that this rank looks at.
     """
-    directory, axis = Path(directory), axis or single("world")
+    directory, axis = place(directory), axis or single("world")
     deal = (axis.rank, axis.size)
     damaged: list[str] = []
     found = together(axis, lambda: _listed(directory) if axis.rank == 0 else [])[0]
@@ -77,7 +74,7 @@ def latest_good(
         if not finished:
             _warn(f"{path}: passed over: it has no manifest, its save never finished", axis)
             continue
-        answers = together(axis, partial(verify, path, hashes=hashes, deal=deal))
+        answers = together(axis, partial(verify, path, hashes=hashes, deal=deal, told=told))
         faults = dict.fromkeys(fault for answer in answers for fault in answer)
         if not faults:
             break
@@ -93,7 +90,7 @@ def latest_good(
     return path
 
 
-def _listed(directory: Path) -> list[tuple[int, str, bool]]:
+def _listed(directory: Place) -> list[tuple[int, str, bool]]:
     """(number, name, whether it has a manifest) of the steps, newest first."""
     return [(n, path.name, (path / MANIFEST).exists()) for n, path in reversed(steps(directory))]
 
@@ -103,9 +100,9 @@ def _warn(message: str, axis: Axis) -> None:
         log.warning("%s", message)
 
 
-def find_step(path: Path | str) -> Path:
+def find_step(path: Place | str) -> Place:
     """`path` if it is a step, else the newest good step in it. Raises CheckpointError."""
-    path = Path(path)
+    path = place(path)
     if (path / MANIFEST).exists():
         return path
     found = latest_good(path)
@@ -116,81 +113,36 @@ def find_step(path: Path | str) -> Path:
     return found
 
 
-def pointed(directory: Path | str) -> Path | None:
+def pointed(directory: Place | str) -> Place | None:
     """The step that `latest` names; None where there is no such file or it is out of date."""
-    directory = Path(directory)
+    directory = place(directory)
     try:
         name = (directory / LATEST).read_text(errors="replace").strip()
     except FileNotFoundError:
         return None
     path = directory / name
-    return path if _STEP.fullmatch(name) and path.is_dir() else None
+    return path if STEP.fullmatch(name) and path.is_dir() else None
 
 
-def tidy(directory: Path, files: Files) -> None:
-    """Clear away what dead writers left, with a log line each. Only the holder of the lock may.
-
-    A step that had been moved aside goes back to its place, unless its successor is there.
-    """
-    for path in sorted(directory.iterdir()):
-        aside = _OLD.fullmatch(path.name)
-        if aside and not (directory / aside[1]).exists():
-            log.warning("%s: moved back, the save that was to replace it did not finish", path)
-            files.rename(path, directory / aside[1])
-            files.sync_directory(directory)
-        elif aside or _LEFTOVER.fullmatch(path.name):
-            log.warning("%s: removed, left by a save that did not finish", path)
-            files.remove(path)
-
-
-def publish(directory: Path, temporary: Path, step: int, files: Files) -> Path:
-    """Give a complete temporary directory its name, atomically, and point `latest` to it.
-
-    A step of that number that is there already is moved aside first and removed last, so that at
-    every moment the old or the new one is whole.
-    """
-    target = directory / step_name(step)
-    nonce = temporary.name.rpartition("-")[2]
-    aside = directory / f".old-{target.name}-{nonce}"
-    replacing = target.exists()
-    if (target / PINNED).exists():
-        files.create(temporary / PINNED).close()
-        files.sync_directory(temporary)
-    if replacing:
-        files.rename(target, aside)
-    files.rename(temporary, target)
-    files.sync_directory(directory)
-    pointer = directory / f".latest-{nonce}"
-    with HashedFile(pointer, files) as out:
-        out.write(f"{target.name}\n".encode())
-        out.finish()
-    files.rename(pointer, directory / LATEST)
-    files.sync_directory(directory)
-    if replacing:
-        files.remove(aside)
-    return target
-
-
-def pin(path: Path) -> None:
+def pin(path: Place) -> None:
     """Have `retain` leave the step `path` for ever. Raises CheckpointError where there is none."""
     with reading(path):
-        (path / PINNED).touch()
-        Files().sync_directory(path)
+        protocol_of(path).files.touch(path / PINNED)
 
 
-def unpin(path: Path) -> None:
+def unpin(path: Place) -> None:
     """Let `retain` remove the step `path` again."""
     with reading(path):
         (path / PINNED).unlink(missing_ok=True)
 
 
 def retain(
-    directory: Path | str,
+    directory: Place | str,
     keep: int | None,
     *,
     keep_every: int | None = None,
-    files: Files | None = None,
-) -> list[Path]:
+    files: Storage | None = None,
+) -> list[Place]:
     """Remove steps older than the newest `keep` good ones (None keeps all); what was removed.
 
     Damaged and unfinished steps do not count, so the newest good one always stays. So does the one
@@ -201,32 +153,18 @@ def retain(
         return []
     if keep < 1:
         raise CheckpointError(f"cannot keep {keep} steps: keep at least 1, or leave keep out")
-    directory, files = Path(directory), files or Files()
+    directory = place(directory)
     older = steps(directory)
     good = 0
     while older and good < keep:
         _, path = older.pop()
         good += not verify(path, hashes=False)
-    removed = []
+    removed, protocol = [], protocol_of(directory, files)
     for number, path in older:
         if path == pointed(directory) or (keep_every and number % keep_every == 0):
             continue
         try:
-            removed += [path] if _remove(path, number, files) else []
+            removed += [path] if protocol.remove(path, step_name(number)) else []
         except OSError as error:
             log.warning("%s: could not be removed (%s)", path, error.strerror)
     return removed
-
-
-def _remove(path: Path, number: int, files: Files) -> bool:
-    """Remove a step, unless it is pinned or being read; whether it is gone."""
-    with contextlib.ExitStack() as stack:
-        if (path / MANIFEST).exists() and not stack.enter_context(unused(path / MANIFEST)):
-            return False
-        if (path / PINNED).exists():
-            return False
-        # Renamed first: a removal that is cut short must not leave half a step under its name.
-        gone = path.with_name(f".tmp-{step_name(number)}-{secrets.token_hex(4)}")
-        files.rename(path, gone)
-        files.remove(gone)
-    return True

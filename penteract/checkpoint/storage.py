@@ -1,6 +1,7 @@
-"""Every operation on storage that writing a checkpoint makes, in one object, and the lock.
+"""Every operation on a disk that writing a checkpoint makes, in one object, and the lock.
 
-The object exists so that a test can fail or kill a save at each of its operations in turn.
+The object exists so that a test can fail or kill a save at each of its operations in turn. At a URL
+`remote.Objects` stands for it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,27 @@ import fcntl
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import xxhash
 
 from penteract.checkpoint.format import CheckpointError, StoredFile
+from penteract.checkpoint.remote import Objects, Place, Remote, place
+
+
+class Storage(Protocol):
+    """What writing a file takes, on a disk or at a URL."""
+
+    def create(self, path: Any) -> BinaryIO: ...
+    def write(self, file: BinaryIO, data: memoryview) -> None: ...
+    def sync(self, file: BinaryIO) -> None: ...
+    def close(self, file: BinaryIO) -> None: ...
+    def touch(self, path: Any) -> None: ...
 
 
 class Files:
@@ -41,6 +54,14 @@ class Files:
 
     def sync(self, file: BinaryIO) -> None:
         os.fsync(file.fileno())
+
+    def close(self, file: BinaryIO) -> None:
+        file.close()
+
+    def touch(self, path: Path) -> None:
+        """An empty file, if there is none."""
+        path.touch()
+        self.sync_directory(path.parent)
 
     def sync_directory(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -68,7 +89,7 @@ class Files:
 class HashedFile:
     """A new file whose hash is made while it is written."""
 
-    def __init__(self, path: Path, files: Files) -> None:
+    def __init__(self, path: Place, files: Storage) -> None:
         self._files = files
         self._file = files.create(path)
         self._hash = xxhash.xxh3_128()
@@ -83,7 +104,7 @@ class HashedFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        self._files.close(self._file)
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
@@ -97,35 +118,58 @@ class HashedFile:
         return StoredFile(self._bytes, self._hash.hexdigest())
 
 
-def hash_file(path: Path, bucket_bytes: int = 1 << 22) -> str:
+def hash_file(
+    path: Place,
+    bucket_bytes: int = 1 << 22,
+    *,
+    told: Callable[[int], None] = lambda more_bytes: None,
+) -> str:
     """xxh3 of 128 bits over a whole file, in hexadecimal; memory of one bucket."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(bucket_bytes))
     with path.open("rb", buffering=0) as file:
         while read := file.readinto(buffer):
             digest.update(buffer[:read])
+            told(read)
     return digest.hexdigest()
 
 
+LOOK_S = 1.0  # a step that is held for longer is being removed
 # What file systems without locks answer.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def in_use(path: Path) -> Iterator[None]:
+def in_use(path: Place) -> Iterator[None]:
     """Hold the file `path` as one of any number of readers.
 
-    Raises CheckpointError where `unused` has it. Where a file system has no locks nothing is held.
+    Raises CheckpointError where it is removed just now. Where a file system has no locks nothing
+    is held.
     """
     with path.open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"{path.parent}: is being removed by a run") from None
+            if not _shared(file) or (
+                isinstance(path, Path) and not _same_file(path, file.fileno())
+            ):
+                raise CheckpointError(f"{path.parent}: is being removed by a run")
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
         yield
+
+
+def _shared(file: Any) -> bool:
+    """Lock a file with other readers; who has it `unused` may only be looking, for a moment."""
+    end = time.monotonic() + LOOK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
 
 
 @contextmanager
@@ -141,15 +185,24 @@ def unused(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def lock(directory: Path | str) -> Iterator[Callable[[], bool]]:
+def lock(directory: Place | str) -> Iterator[Callable[[], bool]]:
     """Hold `directory` as its one writer; a run holds it on one rank for as long as it may save.
 
     The lock belongs to the process (and to children it forks) and goes when they end, however
     they end. What it yields says whether the directory is still the one that is held: it could
     have been removed, or its disk unmounted. Raises CheckpointError naming the holder where another
-    process has it.
+    process has it. At a URL nothing is held: that it can be written to is found out, before
+    anything is computed.
     """
-    directory = Path(directory)
+    directory = place(directory)
+    me = f"pid {os.getpid()} on {socket.gethostname()}\n".encode()
+    if isinstance(directory, Remote):
+        try:
+            Objects().put(directory / ".lock", me)
+        except OSError as error:
+            raise CheckpointError(f"{directory}: cannot write there ({error.strerror})") from error
+        yield lambda: True
+        return
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / ".lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -163,7 +216,7 @@ def lock(directory: Path | str) -> Iterator[Callable[[], bool]]:
                 "stop it, or choose another directory"
             ) from None
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(descriptor, me, 0)
         yield lambda: _same_file(path, descriptor)
     finally:
         os.close(descriptor)

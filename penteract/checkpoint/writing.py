@@ -1,4 +1,4 @@
-"""The parts of a save that touch the disk: a temporary directory, its files, its new name."""
+"""The parts of a save that touch the storage: its place, its files, the commit."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from penteract.checkpoint.commit import CommitProtocol
 from penteract.checkpoint.cover import buckets
 from penteract.checkpoint.format import MANIFEST, CheckpointError, header_bytes
 from penteract.checkpoint.plan import Shard, Write, written_bytes
-from penteract.checkpoint.steps import publish, tidy
-from penteract.checkpoint.storage import Files, HashedFile
+from penteract.checkpoint.remote import Place
+from penteract.checkpoint.storage import HashedFile
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +26,6 @@ BUCKET_BYTES = 1 << 25
 Held = Sequence[tuple[Shard, torch.Tensor]]
 
 
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
 def in_file_order(writes: Sequence[Write]) -> list[Write]:
     """Widest elements first, so that every tensor begins at a multiple of its element's size."""
     return sorted(writes, key=lambda write: (-write.shard.item_bytes, write.key))
@@ -37,72 +33,72 @@ def in_file_order(writes: Sequence[Write]) -> list[Write]:
 
 @dataclass(frozen=True)
 class Writing:
-    """The stages of one save that touch the disk, in its temporary directory."""
+    """The stages of one save that touch the storage."""
 
-    temporary: Path
+    step: Place  # what it will be
+    nonce: str
     needed_bytes: int  # by all ranks together
-    files: Files
+    protocol: CommitProtocol
+
+    @property
+    def _home(self) -> Place:
+        home: Place = self.protocol.home(self.step, self.nonce)
+        return home
 
     def prepare(self) -> None:
         try:
-            self.files.make_directory(self.temporary.parent)
-            tidy(self.temporary.parent, self.files)
-            if self.files.free_bytes(self.temporary.parent) < self.needed_bytes:
+            self.protocol.prepare(self._home)
+            free_bytes = self.protocol.free_bytes(self._home)
+            if free_bytes is not None and free_bytes < self.needed_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.files.make_directory(self.temporary)
         except OSError as error:
-            raise self._refusal(self.temporary, self.needed_bytes, error) from error
+            raise self._refusal(self._home, self.needed_bytes, error) from error
 
     def tensors(
         self, rank: int, writes: Sequence[Write], contents: Iterable[memoryview]
     ) -> list[Any] | None:
-        """Write this rank's file; its [bytes, hash], or None where it has nothing to write.
+        """Write this rank's file; its [name, bytes, hash], or None where it has nothing to write.
 
         `contents` are the bytes of `writes`, one after another.
         """
         if not writes:
             return None
-        path = self.temporary / file_name(rank)
+        name = self.protocol.file_name(rank, self.nonce)
+        path = self._home / name
         header = header_bytes([(w.key, w.shard.dtype, w.box.size) for w in writes])
         try:
-            with HashedFile(path, self.files) as out:
+            with HashedFile(path, self.protocol.files) as out:
                 out.write(header)
                 for data in contents:
                     out.write(data)
                 stored = out.finish()
         except OSError as error:
             raise self._refusal(path, len(header) + written_bytes(writes), error) from error
-        return [stored.bytes, stored.xxh3]
+        return [name, stored.bytes, stored.xxh3]
 
-    def commit(self, step: int, manifest: str) -> None:
-        path = self.temporary / MANIFEST
+    def commit(self, manifest: str, *, point: bool = True) -> None:
+        """`point`: `latest` names it from now on."""
         text = manifest.encode()
         try:
-            with HashedFile(path, self.files) as out:
-                out.write(text)
-                out.finish()
-            self.files.sync_directory(self.temporary)
-            publish(self.temporary.parent, self.temporary, step, self.files)
+            self.protocol.publish(self._home, self.step, text, point=point)
         except OSError as error:
-            raise self._refusal(path, len(text), error) from error
+            raise self._refusal(self._home / MANIFEST, len(text), error) from error
 
     def clear(self) -> None:
         """After a fault. What cannot be removed now is removed before the next save."""
         try:
-            if self.temporary.parent.is_dir():
-                tidy(self.temporary.parent, self.files)
+            self.protocol.tidy(self.step.parent)
         except OSError as error:
-            log.warning("%s: could not be cleared away (%s)", self.temporary, error.strerror)
+            log.warning("%s: could not be cleared away (%s)", self._home, error.strerror)
 
-    def _refusal(self, path: Path, path_bytes: int, error: OSError) -> CheckpointError:
-        advice = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            there = next(place for place in self.temporary.parents if place.exists())
-            advice = f", {self.files.free_bytes(there)} are free: remove files or keep fewer steps"
+    def _refusal(self, path: Place, path_bytes: int, error: OSError) -> CheckpointError:
         needs = f"needs {path_bytes} bytes"
         if path_bytes != self.needed_bytes:
             needs += f", the tensors of the whole step {self.needed_bytes}"
-        return CheckpointError(f"{path}: cannot save ({error.strerror}): {needs}{advice}")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free_bytes = self.protocol.free_bytes(self._home)
+            needs += f", {free_bytes} are free: remove files or keep fewer steps"
+        return CheckpointError(f"{path}: cannot save ({error.strerror}): {needs}")
 
 
 def contents(writes: Sequence[Write], held: Held) -> Iterator[torch.Tensor]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from penteract.checkpoint.agreement import together
-from penteract.checkpoint.io import agreed, find_step, latest_good, lock
+from penteract.checkpoint.io import agreed, find_step, latest_good, lock, place
+from penteract.checkpoint.remote import Place
 from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh, Traffic
@@ -40,7 +41,7 @@ def train(
     CheckpointError, and ConfigError where the directory holds another run.
     """
     assert config.checkpoint.dir is not None
-    checkpoints, rank0 = Path(config.checkpoint.dir), mesh.rank == 0
+    checkpoints, rank0 = place(config.checkpoint.dir), mesh.rank == 0
     world = mesh.axis("world")
     steps, every = config.train.steps, config.checkpoint.every
     with contextlib.ExitStack() as stack:
@@ -53,9 +54,10 @@ def train(
         for note in task.notes:
             metrics.say(note)
         hashes, fall_back = config.checkpoint.verify == "hashes", config.checkpoint.fall_back
-        found = latest_good(checkpoints, hashes=hashes, fall_back=fall_back, axis=world)
+        stack.enter_context(_watchdog(run, report or _print))
+        told = run.activity.told("checking checkpoints")
+        found = latest_good(checkpoints, hashes=hashes, fall_back=fall_back, axis=world, told=told)
         metrics.say(_restore(run, found))
-        stack.enter_context(_watchdog(run, report or _print))  # reading may take long
         if rank0:
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         saved = None if found is None else run.step
@@ -110,7 +112,7 @@ def _open_metrics(config: Config, *, active: bool) -> Metrics:
     )
 
 
-def _restore(run: Run, path: Path | None) -> str:
+def _restore(run: Run, path: Place | None) -> str:
     """Continue the step at `path`, or start from other weights, or from the seed; says which."""
     options, steps = run.config.checkpoint, run.config.train.steps
     if path is not None:
@@ -121,7 +123,7 @@ def _restore(run: Run, path: Path | None) -> str:
     if options.load is None:
         return f"starting from seed {run.config.train.seed}"
     world, load = run.mesh.axis("world"), options.load  # one rank chooses for all
-    path = Path(together(world, lambda: str(find_step(load)) if run.mesh.rank == 0 else "")[0])
+    path = place(together(world, lambda: str(find_step(load)) if run.mesh.rank == 0 else "")[0])
     if options.load_state:
         changes = run.resume(path, check_hashes=options.verify == "hashes")
         return "\n  ".join([f"starting from {path}, its moments, its step {run.step}", *changes])

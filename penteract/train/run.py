@@ -19,6 +19,7 @@ from torch import Tensor
 from penteract.checkpoint.agreement import together
 from penteract.checkpoint.model import owned
 from penteract.checkpoint.plan import Shard
+from penteract.checkpoint.remote import Place
 from penteract.checkpoint.saving import Saving, save, start_save
 from penteract.checkpoint.writing import Staging
 from penteract.collectives import all_reduce_, exchange
@@ -369,12 +370,12 @@ class Run:
 
     # --- saving and resuming
 
-    def save(self, directory: Path) -> Path:
+    def save(self, directory: Place) -> Place:
         """Save everything the run is under `directory`; all ranks together."""
         return save(directory, record(self), self.held(), axis=self.mesh.axis("world"))
 
     def start_save(
-        self, directory: Path, staging: Staging, then: Callable[[], object] = lambda: None
+        self, directory: Place, staging: Staging, then: Callable[[], object] = lambda: None
     ) -> Saving:
         """As `save`, but return once `staging` has it; see `penteract.checkpoint.saving`."""
         world = self.mesh.axis("world")
@@ -386,17 +387,19 @@ class Run:
         """What this rank saves, as boxes of logical tensors."""
         return list(held(self.task.model, self.buffers, self.optimizer))
 
-    def resume(self, path: Path, *, check_hashes: bool = True) -> list[str]:
+    def resume(self, path: Place, *, check_hashes: bool = True) -> list[str]:
         """Continue the run saved at `path`; what of [optim] is another now, a line each.
 
         Raises ConfigError where model, data or optimizer are others.
         """
         return resume(self, path, check_hashes=check_hashes)
 
-    def load_weights(self, path: Path) -> list[str]:
+    def load_weights(self, path: Place) -> list[str]:
         """Start from the weights at `path`, all else fresh; what of them is not from there."""
         world = self.mesh.axis("world")
-        return load_weights(path, self.task.model, self.buffers, config=self.config, axis=world)
+        told = self.activity.told(f"reading {path}")
+        model, config = self.task.model, self.config
+        return load_weights(path, model, self.buffers, config=config, axis=world, told=told)
 
     def weights(self) -> Iterator[tuple[Shard, Tensor]]:
         """The weights that this rank updates, as boxes of logical tensors, in at least float32."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from penteract.checkpoint.format import Manifest, StoredTensor
 from penteract.checkpoint.io import Record, load, read_manifest
 from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
 from penteract.checkpoint.plan import Shard, changed_state, stored_as
+from penteract.checkpoint.remote import Place
 from penteract.config import Config, ConfigError
 from penteract.config_file import from_dict, to_dict
 from penteract.mesh import Axis
@@ -62,7 +62,7 @@ def record(run: Run) -> Record:
     return Record(step=run.step, config=to_dict(run.config), layout=layout, state=state)
 
 
-def resume(run: Run, path: Path, *, check_hashes: bool) -> list[str]:
+def resume(run: Run, path: Place, *, check_hashes: bool) -> list[str]:
     """Continue the run saved at `path`; what of [optim] is another now, a line each.
 
     Moments of another `optim.moments` are converted, to the nearest.
@@ -70,7 +70,8 @@ def resume(run: Run, path: Path, *, check_hashes: bool) -> list[str]:
     since they were frozen, starts at zero, their masters from the weights.
     Raises ConfigError where model, data or optimizer are others.
     """
-    manifest, world = read_manifest(path), run.mesh.axis("world")
+    world = run.mesh.axis("world")
+    manifest = agreed(world, lambda: read_manifest(path))
     check_same(path, manifest, run.config, run.task)
     shards = run.held()
     told = together(world, lambda: sorted({shard.tensor for shard, _ in shards}))
@@ -82,7 +83,8 @@ def resume(run: Run, path: Path, *, check_hashes: bool) -> list[str]:
         for shard, view in shards
         if shard.tensor not in fresh
     ]
-    load_as(path, wanted, axis=world, check_hashes=check_hashes, unread=unread)
+    part = run.activity.told(f"reading {path}")
+    load_as(path, wanted, axis=world, check_hashes=check_hashes, unread=unread, told=part)
     start_state(run.buffers, run.optimizer, fresh)
     run.step, run.tokens = manifest.state["step"], manifest.state["tokens"]
     run.skipped = manifest.state.get("skipped", 0)
@@ -93,7 +95,7 @@ def resume(run: Run, path: Path, *, check_hashes: bool) -> list[str]:
     return [*differences(theirs, mine, "optim"), *said_of(fresh)]
 
 
-def check_same(path: Path, manifest: Manifest, config: Config, task: Task) -> None:
+def check_same(path: Place, manifest: Manifest, config: Config, task: Task) -> None:
     """Refuse a checkpoint whose model, data or optimizer are others than the run's: ConfigError."""
     state = manifest.state
     theirs = from_dict(manifest.config)  # with the defaults of keys that came after it
@@ -151,7 +153,7 @@ def as_saved(shard: Shard, saved: Mapping[str, StoredTensor]) -> Shard:
     return dataclasses.replace(shard, dtype=stored.dtype) if "bfloat16" in types else shard
 
 
-def load_as(path: Path, wanted: Sequence[tuple[Shard, Tensor]], **how: Any) -> None:
+def load_as(path: Place, wanted: Sequence[tuple[Shard, Tensor]], **how: Any) -> None:
     """`load` where a shard may be of another type than its view: the values are converted."""
     types = [getattr(torch, shard.dtype) for shard, _ in wanted]
     views = [view for _, view in wanted]
@@ -166,7 +168,13 @@ def load_as(path: Path, wanted: Sequence[tuple[Shard, Tensor]], **how: Any) -> N
 
 
 def load_weights(
-    path: Path, model: nn.Module, buffers: Buffers, *, config: Config, axis: Axis
+    path: Place,
+    model: nn.Module,
+    buffers: Buffers,
+    *,
+    config: Config,
+    axis: Axis,
+    told: Callable[[int], None],
 ) -> list[str]:
     """Fill weights, and what else the model keeps, from those saved at `path`; what is not from
     there, a line each.
@@ -204,7 +212,7 @@ def load_weights(
         unread |= {name for name in saved if not matches(name, options.load_only)}
     buffers.wait()
     how = {"check_hashes": options.verify == "hashes", "skip": STATE_PREFIXES, "unread": unread}
-    load_as(path, wanted, axis=axis, **how)
+    load_as(path, wanted, axis=axis, told=told, **how)
     buffers.publish(frozen=True)
     said = [note(config, filled)] if filled else []
     partly = options.load_only or options.load_missing

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
 from penteract.checkpoint.agreement import together
 from penteract.checkpoint.format import LateSaveError, SaveError
+from penteract.checkpoint.remote import Place
 from penteract.checkpoint.saving import Saving
 from penteract.checkpoint.steps import retain
 from penteract.checkpoint.writing import Staging
@@ -31,7 +31,7 @@ class Saver:
     def __init__(
         self,
         run: Run,
-        directory: Path,
+        directory: Place,
         say: Callable[[str], None],
         *,
         saved: int | None,

@@ -38,6 +38,11 @@ class Activity:
         """`what` begins; it is shown as text where that is needed."""
         self.what, self.at = what, time.monotonic()
 
+    def told(self, what: object) -> Callable[[int], None]:
+        """For `what` goes on part by part, such as reading: hears of each part's bytes."""
+        self.now(what)
+        return lambda more_bytes: self.now(what)
+
 
 class Watchdog(AbstractContextManager["Watchdog"]):
     """Watches this rank for the length of a `with`, unless `limit_s` is 0."""
@@ -56,6 +61,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self.activity, self.axes, self.limit_s, self.report = activity, axes, limit_s, report
         self.place = f"rank {rank} of {world} on {socket.gethostname()}"
         self._over = threading.Event()
+        self._found = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -65,12 +71,15 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        if self._found.is_set():  # what fails since then follows from that
+            self._thread.join()
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.limit_s / 4)):
             axis, traffic = self._last_message()
             silent_s = time.monotonic() - max(self.activity.at, traffic.at)
             if silent_s > self.limit_s:
+                self._found.set()
                 # A full disk or a pipe that nobody reads must not hold the end up.
                 what = functools.partial(self._report, silent_s, axis, traffic)
                 reporter = threading.Thread(target=what, daemon=True)

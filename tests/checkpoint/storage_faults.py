@@ -8,6 +8,7 @@ from typing import BinaryIO
 import torch
 
 from penteract.checkpoint.io import Shard
+from penteract.checkpoint.remote import Objects, Remote
 from penteract.checkpoint.storage import Files
 from penteract.placement import whole
 
@@ -106,5 +107,42 @@ class Dying(Files):
         self.step()
         if path.is_dir():  # die half-way: some of its files are gone
             next(iter(sorted(path.iterdir()))).unlink()
+            self.step()
+        super().remove(path)
+
+
+class DyingObjects(Objects):
+    """A process that is killed at operation number `last` at a URL, in the middle of it."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.done = 0
+
+    def step(self) -> None:
+        if self.done == self.last:
+            raise Dead
+        self.done += 1
+
+    def create(self, path: Remote) -> BinaryIO:
+        self.step()
+        return super().create(path)
+
+    def write(self, file: BinaryIO, data: memoryview) -> None:
+        super().write(file, data[: len(data) // 2])
+        self.step()
+        super().write(file, data[len(data) // 2 :])
+
+    def sync(self, file: BinaryIO) -> None:
+        self.step()
+        super().sync(file)
+
+    def put(self, path: Remote, data: bytes) -> None:
+        self.step()
+        super().put(path, data)
+
+    def remove(self, path: Remote) -> None:
+        self.step()
+        if below := path.find():  # die half-way: some of its files are gone
+            (path / below[-1]).unlink()
             self.step()
         super().remove(path)

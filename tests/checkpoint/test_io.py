@@ -9,7 +9,7 @@ import torch
 from memory import peak_while
 from safetensors.torch import load_file, save_file
 
-from penteract.checkpoint import io, writing
+from penteract.checkpoint import io, reader, writing
 from penteract.checkpoint.examine import verify
 from penteract.checkpoint.format import DTYPES, CheckpointError
 from penteract.checkpoint.io import Record, Shard, load, read_manifest, read_tensor, save
@@ -240,7 +240,7 @@ def test_a_hostile_header_is_refused_before_the_library_opens_it(
     file = step / "rank-00000.safetensors"
     content = file.read_bytes()
     manifest = json.loads((step / "manifest.json").read_text())
-    monkeypatch.delattr(io, "safe_open")
+    monkeypatch.delattr(reader, "safe_open")
     for bad in (
         (1 << 40).to_bytes(8, "little") + content[8:],
         content.replace(b'"shape":[4]', b'"shape":[9]'),

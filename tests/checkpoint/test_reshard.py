@@ -142,6 +142,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
         reshard(source, tmp_path / "c")
 
 
+def test_an_older_step_is_not_the_latest(tmp_path: Path) -> None:
+    shard = Shard("w", (2,), "float32", whole((2,)))
+    newer = save(tmp_path / "b", Record(8), [(shard, torch.ones(2))], axis=single("world"))
+    step = reshard(put(tmp_path / "a", 1), tmp_path / "b")
+    assert verify(step) == []
+    assert pointed(tmp_path / "b") == newer
+
+
 @pytest.mark.parametrize("operation", ["create", "write", "sync", "sync_directory"])
 def test_a_full_disk_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from penteract.checkpoint import io, storage
 from penteract.checkpoint.agreement import agreed
+from penteract.checkpoint.commit import Renames
 from penteract.checkpoint.examine import inspect, read_manifest, reading, verify
 from penteract.checkpoint.format import CheckpointError
 from penteract.checkpoint.io import Record, save
@@ -24,7 +27,6 @@ from penteract.checkpoint.steps import (
     pointed,
     retain,
     steps,
-    tidy,
     unpin,
 )
 from penteract.checkpoint.storage import Files, unused
@@ -280,6 +282,39 @@ def test_a_step_that_is_being_removed_is_not_read(tmp_path: Path) -> None:
             pass
 
 
+def test_a_step_that_is_only_looked_at_is_read(tmp_path: Path) -> None:
+    """As `retain` looks whether it is pinned."""
+    one, looked = put(tmp_path, 1), threading.Event()
+
+    def look() -> None:
+        with unused(one / "manifest.json"):
+            looked.set()
+            time.sleep(0.1)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    looked.wait()
+    with reading(one) as manifest:
+        assert manifest.step == 1
+    looker.join()
+
+
+def test_a_step_that_went_while_it_was_opened_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = put(tmp_path, 1)
+    real = storage.fcntl.flock
+
+    def late(*args: object) -> None:
+        if one.exists():
+            one.rename(tmp_path / ".tmp-step-00000001-0")
+        real(*args)
+
+    monkeypatch.setattr(storage.fcntl, "flock", late)
+    with pytest.raises(CheckpointError, match="is being removed"), reading(one):
+        pass
+
+
 def test_without_locks_a_step_is_read_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +351,7 @@ def test_a_step_left_aside_counts_and_moves_back(tmp_path: Path) -> None:
     aside = tmp_path / ".old-step-00000001-ab12"
     one.rename(aside)
     assert latest_good(tmp_path) == aside
-    tidy(tmp_path, Files())
+    Renames(Files()).tidy(tmp_path)
     assert latest_good(tmp_path) == one
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from runs import Ranks, metrics, run, wait_until, write_config
 
+import penteract.checkpoint.examine
+import penteract.checkpoint.io
 import penteract.cli
 from penteract.launch import ERROR_FILE, report_failure
 from penteract.mesh import Traffic
@@ -114,6 +116,44 @@ def test_without_a_limit_nothing_watches() -> None:
     with Watchdog(activity, lambda: axes, rank=0, world=1, limit_s=0, report=said.append):
         time.sleep(0.05)
     assert not said
+
+
+@pytest.mark.parametrize("read", ["hashes", "tensors"])
+def test_a_disk_that_hangs_while_a_checkpoint_is_read(tmp_path: Path, read: str) -> None:
+    config = write_config(tmp_path, {"train": LIMIT | {"steps": 3}})
+    run(["train", config, "--train.steps=2"], 2)
+
+    def prepare(rank: int) -> None:
+        watchdog_module.TOGETHER_S = 1.0
+
+        def stuck(*_: Any, **__: Any) -> None:
+            time.sleep(1e6)
+
+        if rank:
+            owner = penteract.checkpoint.examine if read == "hashes" else penteract.checkpoint.io
+            setattr(owner, "hash_file" if read == "hashes" else "open_tensors", stuck)
+
+    ranks = run(["train", config], 2, code=3, prepare=prepare)
+    where = "checking checkpoints" if read == "hashes" else f"reading {tmp_path}"
+    assert f" in step 0, {where}" in ranks.err[1]
+    assert "in stuck" in ranks.err[1]
+
+
+def test_reading_slowly_is_progress(tmp_path: Path) -> None:
+    """Each file takes half the limit: only together are they above it."""
+    config = write_config(tmp_path, {"train": {"hang_minutes": 0.6 / 60, "steps": 3}})
+    run(["train", config, "--train.steps=2"], 3)
+
+    def prepare(rank: int) -> None:
+        real = penteract.checkpoint.examine.hash_file
+
+        def slow(*args: Any, **how: Any) -> str:
+            time.sleep(0.3)
+            return real(*args, **how)
+
+        penteract.checkpoint.examine.hash_file = slow
+
+    run(["train", config], 1, prepare=prepare)
 
 
 def test_a_report_that_goes_nowhere_does_not_hold_up_the_end(tmp_path: Path) -> None:
