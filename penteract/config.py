@@ -1,7 +1,7 @@
 """The configuration: one tree of frozen dataclasses, and every rule that joins its keys.
 
-Its sections are in `penteract/config_sections.py`, the rules of the layout alone in
-`penteract/layout_rules.py`; `penteract/config_file.py` reads and writes TOML.
+Its sections are in `penteract/config_sections.py` and `penteract/config_output.py`, the rules of the
+layout alone in `penteract/layout_rules.py`; `penteract/config_file.py` reads and writes TOML.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
+from penteract.config_output import CheckpointConfig, LogConfig
 from penteract.config_sections import (
     STRICT,
-    CheckpointConfig,
     ConfigError,
     DataConfig,
     InjectConfig,
-    LogConfig,
     ModelConfig,
     MoEConfig,
     OptimConfig,

@@ -17,7 +17,6 @@ from penteract.config_values import (
     Fraction,
     MoELayers,
     Natural,
-    Patterns,
     Positive,
     Real,
     Recompute,
@@ -365,54 +364,3 @@ class TrainConfig:
     action, message or phase (such as a save) has begun. 0 never does."""
     max_minutes: Positive | None = None
     """Save and stop, with exit code 0, after so many minutes."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class CheckpointConfig:
-    """Where and when the run is saved."""
-
-    dir: str | None = None
-    """Folder of checkpoints, relative to the current directory; else log.dir/checkpoints."""
-    every: Natural = 0
-    """Steps between checkpoints; the last step is always saved."""
-    keep: Count | None = None
-    """Keep the newest N; all unless given. The newest good one and pinned ones always stay."""
-    keep_every: Count | None = None
-    """With checkpoint.keep: keep the steps that this divides, too."""
-    verify: Literal["hashes", "sizes"] = "hashes"
-    """What is looked at before a checkpoint is loaded: every byte, or lengths and headers alone."""
-    fall_back: bool = True
-    """Continue from an older step where newer ones are damaged; false: stop, and name it."""
-    asynchronous: bool = False
-    """Only copy what is to be saved to host memory, and write it while training goes on."""
-    when_busy: Literal["wait", "skip"] = "wait"
-    """At a checkpoint while the one before is being written: wait for that, or make none."""
-    flush_s: Positive = 600.0
-    """End the run with an error when it has waited so long for a checkpoint to be written."""
-    load: str | None = None
-    """Start a fresh run from this checkpoint's weights; relative to the current directory."""
-    load_only: Patterns = ()
-    """With checkpoint.load: only tensors that match one of these shell patterns, as for
-    [[optim.rules]]; all others keep their initial values."""
-    load_missing: Patterns = ()
-    """With checkpoint.load: tensors that match may be missing there; they keep initial values."""
-    load_state: bool = False
-    """With checkpoint.load: its moments, step and data cursor too."""
-    upcycle: bool = False
-    """With checkpoint.load: experts start as copies of its dense feed-forward layers."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LogConfig:
-    """What a run writes about itself."""
-
-    dir: str = "runs/default"
-    """Folder of the run's files, relative to the current directory."""
-    every: Count = 10
-    """Steps between lines on the terminal."""
-    tensorboard: bool = False
-    """Write TensorBoard event files as well."""
-    zeros: bool = False
-    """Count the elements of all gradients that are exactly 0, as zero_gradients."""
-    trace: tuple[Count, ...] = ()
-    """Steps whose pipeline actions are timed, in trace-step-N.json for Perfetto."""
