@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         code, text = _verdict(error)
-        report_failure(text)
+        report_failure(text, said_here=getattr(error, "said_here", True))
         return code
 
 
@@ -145,7 +145,7 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 
 def _train_rank(config: Config) -> int:
-    from penteract.launch import connect
+    from penteract.launch import connect, surroundings
     from penteract.train.pipeline import fitted
     from penteract.train.signals import StopRequest
 
@@ -154,12 +154,14 @@ def _train_rank(config: Config) -> int:
     if chosen and launch.rank == 0:
         print(chosen, file=sys.stderr, flush=True)
     with StopRequest(config.train.max_minutes) as stop:
-        from penteract.mesh import create_mesh
+        from penteract.mesh import create_mesh, world_axis
+        from penteract.train.alike import check_alike, facts_of
         from penteract.train.language_model import language_model
         from penteract.train.loop import train as train_loop
 
         with stop.released():
             device = connect(launch, device=config.train.device, timeout_s=_patience_s(config))
+        check_alike({**surroundings(), **facts_of(config)}, world_axis())
         mesh = create_mesh(_grid(config, launch.world), launch.rank)
         task, config = language_model(config, mesh, device)
         train_loop(task, config, mesh, device, stop=stop, report=report_failure)

@@ -1,7 +1,7 @@
 """The configuration: one tree of frozen dataclasses, and every rule that joins its keys.
 
-Its sections are in `penteract/config_sections.py` and `penteract/config_output.py`, the rules of the
-layout alone in `penteract/layout_rules.py`; `penteract/config_file.py` reads and writes TOML.
+Its sections are in `penteract/config_sections.py` and `penteract/config_output.py`, the rules of
+the layout alone in `penteract/layout_rules.py`; `penteract/config_file.py` reads and writes TOML.
 """
 
 from __future__ import annotations

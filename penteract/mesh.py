@@ -53,6 +53,14 @@ def single(name: str, rank: int = 0) -> Axis:
     return Axis(name, 1, 0, (rank,))
 
 
+def world_axis(name: str = "world") -> Axis:
+    """All ranks as one axis over the default process group; size 1 without one."""
+    if not dist.is_initialized():
+        return single(name)
+    n = dist.get_world_size()
+    return Axis(name, n, dist.get_rank(), tuple(range(n)), dist.group.WORLD)
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A grid seen from one rank: an `Axis` with its process group for every name in `AXES`.

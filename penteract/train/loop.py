@@ -15,6 +15,7 @@ from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh, Traffic
 from penteract.parallel.pipeline.trace import Row, write_trace
+from penteract.train.alike import check_alike
 from penteract.train.metrics import Metrics
 from penteract.train.run import Run
 from penteract.train.saving import Saver
@@ -46,6 +47,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest(config.train.max_minutes))
         stack.callback(task.close)
+        check_alike({"task": dict(task.state)}, world)
         agreed(world, lambda: stack.enter_context(lock(checkpoints)) if rank0 else None)
         metrics = agreed(world, lambda: _open_metrics(config, active=rank0))
         stack.callback(metrics.close)
