@@ -16,6 +16,7 @@ from penteract.config_file import to_toml
 from penteract.mesh import Mesh, Traffic
 from penteract.parallel.pipeline.trace import Row, write_trace
 from penteract.train.alike import check_alike
+from penteract.train.gathered import traced, unreached
 from penteract.train.metrics import Metrics
 from penteract.train.run import Run
 from penteract.train.saving import Saver
@@ -69,9 +70,9 @@ def train(
             if run.reported:
                 metrics.say(run.reported.said())
             saver.look()
-            if rows := run.traced():
+            if rows := traced(run):
                 _write_trace(run, rows, metrics)
-            if run.step == first and (names := run.unreached()):
+            if run.step == first and (names := unreached(run)):
                 metrics.say(f"warning: no loss reaches {', '.join(names)}: they do not learn")
             last = run.step == steps
             if task.validation and (last or run.step % evaluate_every == 0):

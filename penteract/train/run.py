@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penteract.checkpoint.agreement import together
 from penteract.checkpoint.model import owned
 from penteract.checkpoint.plan import Shard
 from penteract.checkpoint.saving import Saving, save, start_save
 from penteract.checkpoint.writing import Staging
-from penteract.collectives import all_reduce_, exchange
+from penteract.collectives import all_reduce_
 from penteract.config import Config
 from penteract.mesh import Mesh
 from penteract.nn.sequences import Training
@@ -31,7 +28,6 @@ from penteract.optim.optimizer import build
 from penteract.optim.schedule import learning_rate
 from penteract.parallel.pipeline.executor import Output, Shape, Timed
 from penteract.parallel.pipeline.lowering import lower
-from penteract.parallel.pipeline.trace import Row
 from penteract.train.assembly import buffers_of, executor_of
 from penteract.train.loads import Loads
 from penteract.train.metrics import peak_memory_bytes
@@ -285,17 +281,6 @@ class Run:
         tp, parts = self.mesh.axis("tp"), self.loads.losses(list(self.task.auxiliary))
         return {name: part * tp.size for name, part in parts.items()}
 
-    def traced(self) -> list[Row]:
-        """When every action of a traced step ran, of all ranks, which call it together; else []."""
-        if self.times is None:
-            return []
-        rank = self.mesh.rank
-        rows = [(rank, *dataclasses.astuple(t.action), t.start, t.end) for t in self.times]
-        answers = exchange(json.dumps(rows).encode(), self.mesh.axis("world"))
-        every = [row for answer in answers for row in json.loads(answer)]
-        first = min(start for *_, start, _ in every)
-        return [(*what, start - first, end - first) for *what, start, end in every]
-
     def _agreed(
         self, losses: dict[str, Tensor], norm: Tensor, norm_limit: float
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -313,18 +298,6 @@ class Run:
         *sums, fault, over = all_reduce_(parts, self.mesh.axis("world")).unbind()
         finite = torch.isfinite(fault + sum(sums))
         return dict(zip(losses, sums, strict=True)), finite, over == 0
-
-    def unreached(self) -> list[str]:
-        """Names of parameters that no data rank's last step reached; all ranks call it together."""
-        world = self.mesh.axis("world")
-        some = torch.tensor(float(bool(self.unused)), device=self.device)
-        if not any(self.read([all_reduce_(some, world, "max")])):
-            return []
-        answers = together(world, lambda: self.unused)
-        # Ranks of one such group hold the same parameters, whole or in part.
-        groups = self.mesh.grid.groups("tp-dp-cp").tolist()
-        found = [set.intersection(*(set(answers[rank]) for rank in group)) for group in groups]
-        return sorted(set[str]().union(*found))
 
     def _totals(self, *several: Sequence[Tensor | float]) -> Tensor:
         """[n]: n lists, each summed over this rank's parts and the data ranks, in one message."""
