@@ -315,8 +315,9 @@ class InjectConfig:
     """In which step."""
     rank: Natural = 0
     """On which rank."""
-    kind: Literal["nan", "inf", "spike"] = "nan"
-    """What the rank's forwards are multiplied by: a NaN, infinity, or 1000."""
+    kind: Literal["nan", "inf", "spike", "weight"] = "nan"
+    """What the rank's forwards are multiplied by: a NaN, infinity, or 1000 (spike); or weight: a
+    bit of one of its weights is flipped after the step."""
     times: Natural = 1
     """How often, reruns counted: 1 looks like hardware; 0 is always, like bad data."""
 
@@ -343,6 +344,9 @@ class TrainConfig:
     deterministic."""
     outlier: Positive = 8.0
     """With rerun = outliers, how many standard deviations of the last 32 steps are too many."""
+    check_replicas: Natural = 0
+    """Every so many steps, and before a save, compare the bits of what several ranks hold a copy
+    of; where they differ end with exit code 4, the odd rank named. 0 never does; 100 is cheap."""
     inject: tuple[InjectConfig, ...] = ()
     """Tables [[train.inject]]: faults to be planted, to see what a run does about them."""
     max_skips: Natural = 20

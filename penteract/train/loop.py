@@ -18,6 +18,7 @@ from penteract.parallel.pipeline.trace import Row, write_trace
 from penteract.train.alike import check_alike
 from penteract.train.gathered import traced, unreached
 from penteract.train.metrics import Metrics
+from penteract.train.replicas import Replicas
 from penteract.train.run import Run
 from penteract.train.saving import Saver
 from penteract.train.signals import StopRequest
@@ -63,6 +64,7 @@ def train(
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         saved = None if found is None else run.step
         saver = stack.enter_context(Saver(run, checkpoints, metrics.say, saved=saved))
+        replicas = Replicas(run)
         evaluate_every = config.train.eval_every or steps
         first = run.step + 1
         while run.step < steps and not stop.agreed(world, device):
@@ -75,12 +77,15 @@ def train(
             if run.step == first and (names := unreached(run)):
                 metrics.say(f"warning: no loss reaches {', '.join(names)}: they do not learn")
             last = run.step == steps
+            saving = last or (every > 0 and run.step % every == 0)
+            replicas.look(saving=saving)
             if task.validation and (last or run.step % evaluate_every == 0):
                 if not last and stop.agreed(world, device):
                     break
                 metrics.evaluation(run.step, run.evaluate())
-            if every and run.step % every == 0 and not last:
+            if saving and not last:
                 saver.save()
+        replicas.look(saving=True)
         saver.finish()
         if run.step < steps:
             metrics.say(f"stopped at step {run.step} of {steps} ({stop.reason or 'another rank'})")

@@ -22,7 +22,7 @@ import socket
 import statistics
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,11 +200,19 @@ class Injected:
 
     def begin(self, step: int) -> float:
         """The factor of everything that a forward of `step` makes, run once more now."""
+        kind = self._due(step, self.FACTORS)
+        return 1.0 if kind is None else self.FACTORS[kind]
+
+    def flips(self, step: int) -> bool:
+        """Whether a bit of a weight is to be flipped now that `step` is done."""
+        return self._due(step, ("weight",)) is not None
+
+    def _due(self, step: int, kinds: Collection[str]) -> str | None:
         for (at, kind), left in self._left.items():
-            if at == step and left > 0:
+            if at == step and kind in kinds and left > 0:
                 self._left[at, kind] -= 1
-                return self.FACTORS[kind]
-        return 1.0
+                return kind
+        return None
 
 
 def spoiled(output: Output, factor: float) -> Output:

@@ -32,6 +32,7 @@ from penteract.train.assembly import buffers_of, executor_of
 from penteract.train.loads import Loads
 from penteract.train.metrics import peak_memory_bytes
 from penteract.train.nonfinite import NonFiniteError, explain, first_parameter
+from penteract.train.replicas import flip_bit
 from penteract.train.rerun import (
     Injected,
     Outliers,
@@ -143,6 +144,8 @@ class Run:
             extra["zero_gradients"] = int(found.zeros[0])
         if self.config.moe is not None and step % self.config.log.every == 0:
             extra["experts"] = self.loads.line()
+        if self.injected.flips(step):
+            flip_bit(self)
         done = time.perf_counter()
         tokens = self.task.tokens(step)
         self.step, self.tokens = step, self.tokens + tokens
