@@ -80,6 +80,11 @@ def resolve(config: Config) -> Config:
     ends = [until for until, _ in config.train.ramp]
     if ends != sorted(set(ends)):
         raise ConfigError(f"train.ramp: steps must rise, got {ends}")
+    if 0 < config.log.slow <= 1:
+        raise ConfigError(
+            f"log.slow = {config.log.slow} times the median would name ranks that are not slow: it "
+            "can be above 1, such as 1.5, or 0 to name none"
+        )
     _check_start(config.checkpoint, config.moe)
     if config.checkpoint.keep_every and config.checkpoint.keep is None:
         raise ConfigError(

@@ -5,12 +5,13 @@ As in `penteract.config_sections`, the docstring below a key is its help text.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from penteract.config_sections import STRICT
-from penteract.config_values import Count, Natural, Patterns, Positive
+from penteract.config_values import Count, Natural, Patterns, Positive, Real
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -56,6 +57,10 @@ class LogConfig:
     """Folder of the run's files, relative to the current directory."""
     every: Count = 10
     """Steps between lines on the terminal."""
+    slow: Annotated[Real, Field(ge=0)] = 1.5
+    """Name ranks, with their hosts, whose own time since the last line on the terminal, without
+    waiting for messages, is more than so many times the median of their pipeline stage; 0 is off.
+    """
     tensorboard: bool = False
     """Write TensorBoard event files as well."""
     zeros: bool = False

@@ -315,9 +315,9 @@ class InjectConfig:
     """In which step."""
     rank: Natural = 0
     """On which rank."""
-    kind: Literal["nan", "inf", "spike", "weight"] = "nan"
-    """What the rank's forwards are multiplied by: a NaN, infinity, or 1000 (spike); or weight: a
-    bit of one of its weights is flipped after the step."""
+    kind: Literal["nan", "inf", "spike", "weight", "slow"] = "nan"
+    """What the rank's forwards are multiplied by: a NaN, infinity, or 1000 (spike). Or weight: a
+    bit of one of its weights is flipped after the step; slow: it sleeps a second in the step."""
     times: Natural = 1
     """How often, reruns counted: 1 looks like hardware; 0 is always, like bad data."""
 

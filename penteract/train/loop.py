@@ -68,7 +68,7 @@ def train(
         evaluate_every = config.train.eval_every or steps
         first = run.step + 1
         while run.step < steps and not stop.agreed(world, device):
-            metrics.step(run.update() | saver.pause())
+            metrics.step(run.update() | saver.pause() | run.pace.line(run.step))
             if run.reported:
                 metrics.say(run.reported.said())
             saver.look()

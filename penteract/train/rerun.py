@@ -21,6 +21,7 @@ import math
 import socket
 import statistics
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from penteract.parallel.pipeline.executor import Output
 log = logging.getLogger(__name__)
 
 LAST = 32  # steps that an outlier is measured by
+SLEEP_S = 1.0  # of a rank that is to be slow
 
 
 class HardwareError(RuntimeError):
@@ -200,6 +202,8 @@ class Injected:
 
     def begin(self, step: int) -> float:
         """The factor of everything that a forward of `step` makes, run once more now."""
+        if self._due(step, ("slow",)):
+            time.sleep(SLEEP_S)
         kind = self._due(step, self.FACTORS)
         return 1.0 if kind is None else self.FACTORS[kind]
 

@@ -32,6 +32,7 @@ from penteract.train.assembly import buffers_of, executor_of
 from penteract.train.loads import Loads
 from penteract.train.metrics import peak_memory_bytes
 from penteract.train.nonfinite import NonFiniteError, explain, first_parameter
+from penteract.train.pace import Pace
 from penteract.train.replicas import flip_bit
 from penteract.train.rerun import (
     Injected,
@@ -112,6 +113,7 @@ class Run:
         self.bits = torch.zeros((), dtype=torch.int64, device=device)  # of this rank's gradients
         if config.train.rerun != "off":
             self.buffers.on_own = functools.partial(add_bits, self.bits)
+        self.pace = Pace(mesh, device, config.log)
         self.reported: Report | None = None  # of the last update, where it was run again
         self.step = self.tokens = self.skipped = 0
         self.unused: list[str] = []  # parameters that this rank's last step did not reach
@@ -122,6 +124,7 @@ class Run:
     def update(self) -> dict[str, Any]:
         """Do one update; its line of metrics. Raises NonFiniteError on every rank alike."""
         began = time.perf_counter()
+        self.pace.begin(self.step + 1)
         self.activity.step = step = self.step + 1
         self.reported = None
         self.activity.now("reading samples")
@@ -146,6 +149,7 @@ class Run:
             extra["experts"] = self.loads.line()
         if self.injected.flips(step):
             flip_bit(self)
+        self.pace.end(step)
         done = time.perf_counter()
         tokens = self.task.tokens(step)
         self.step, self.tokens = step, self.tokens + tokens
