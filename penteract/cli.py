@@ -70,8 +70,9 @@ def _verdict(error: Exception) -> tuple[int, str]:
     from penteract.parallel.pipeline.executor import StalledError
     from penteract.train.nonfinite import NonFiniteError
     from penteract.train.rerun import HardwareError
+    from penteract.train.spikes import SpikeError
 
-    if isinstance(error, NonFiniteError):
+    if isinstance(error, NonFiniteError | SpikeError):
         return 1, f"penteract: {error}"
     if isinstance(error, HardwareError):
         return 4, f"penteract: {error}"
@@ -320,12 +321,16 @@ def data_show(arguments: argparse.Namespace) -> int:
     from penteract.data.loader import show
     from penteract.train.batch_ramp import cursor, global_batch
     from penteract.train.language_model import train_source, with_vocabulary
+    from penteract.train.passed import data_step
+    from penteract.train.spikes import passed_in
 
     config, tokenizer = with_vocabulary(_load(arguments))
+    assert config.checkpoint.dir is not None
+    step = data_step(arguments.step, passed_in(config.checkpoint.dir))
     lines = show(
         train_source(config),
-        cursor=cursor(arguments.step - 1, config.train),
-        global_batch=global_batch(arguments.step, config.train),
+        cursor=cursor(step - 1, config.train),
+        global_batch=global_batch(step, config.train),
         tokenizer=tokenizer,
     )
     print("\n".join(lines))

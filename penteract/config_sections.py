@@ -312,7 +312,7 @@ class InjectConfig:
     """A fault to be planted, to see what a run does about it."""
 
     step: Count
-    """In which step."""
+    """In which step; where a run passes data over, with the data of which step."""
     rank: Natural = 0
     """On which rank."""
     kind: Literal["nan", "inf", "spike", "weight", "slow"] = "nan"
@@ -343,7 +343,13 @@ class TrainConfig:
     The same again is data or model, something else hardware: exit code 4 on a CPU or where torch is
     deterministic."""
     outlier: Positive = 8.0
-    """With rerun = outliers, how many standard deviations of the last 32 steps are too many."""
+    """With rerun = outliers or on_spike = rewind: how many standard deviations of the last 32 steps
+    above their mean are too many, of the loss or of the gradient norm."""
+    on_spike: Literal["keep", "rewind"] = "keep"
+    """After a step whose loss or gradient norm is an outlier: keep it, or go back to a saved step
+    and on from there with the data that follows the spike's."""
+    rewind_steps: Count = 100
+    """With on_spike = rewind: go back to the newest saved step that is so many steps before."""
     check_replicas: Natural = 0
     """Every so many steps, and before a save, compare the bits of what several ranks hold a copy
     of; where they differ end with exit code 4, the odd rank named. 0 never does; 100 is cheap."""

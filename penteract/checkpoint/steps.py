@@ -4,6 +4,7 @@
     step-00001000/pinned            where it is there, `retain` leaves the step
     latest                          text: the name of the newest step; a help for people and tools
     .tmp-step-00001000-<nonce>/     a save that is running, or died
+    rewound-step-00001000-<nonce>/  one that a run went back before, pinned or being read then
     .old-step-00001000-<nonce>/     a step that is being replaced by the same step saved again
     .lock                           held by the one writer
 
@@ -13,15 +14,18 @@ Steps are ordered by number, never by time: clocks go backwards.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import re
 import secrets
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from penteract.checkpoint.agreement import together
-from penteract.checkpoint.examine import PINNED, reading, verify
-from penteract.checkpoint.format import MANIFEST, CheckpointError
+from penteract.checkpoint.examine import PINNED, read_manifest, reading, verify
+from penteract.checkpoint.format import MANIFEST, CheckpointError, to_json
 from penteract.checkpoint.storage import Files, HashedFile, unused
 from penteract.mesh import Axis, single
 
@@ -160,15 +164,20 @@ def publish(directory: Path, temporary: Path, step: int, files: Files) -> Path:
         files.rename(target, aside)
     files.rename(temporary, target)
     files.sync_directory(directory)
+    _point(directory, target, nonce, files)
+    if replacing:
+        files.remove(aside)
+    return target
+
+
+def _point(directory: Path, target: Path, nonce: str, files: Files) -> None:
+    """Have `latest` name the step `target`."""
     pointer = directory / f".latest-{nonce}"
     with HashedFile(pointer, files) as out:
         out.write(f"{target.name}\n".encode())
         out.finish()
     files.rename(pointer, directory / LATEST)
     files.sync_directory(directory)
-    if replacing:
-        files.remove(aside)
-    return target
 
 
 def pin(path: Path) -> None:
@@ -216,6 +225,35 @@ def retain(
         except OSError as error:
             log.warning("%s: could not be removed (%s)", path, error.strerror)
     return removed
+
+
+def go_back(path: Path, state: Mapping[str, Any], *, files: Files | None = None) -> list[Path]:
+    """Make `path` the newest step of its directory, and give it another `state`; what of newer
+    steps was set aside.
+
+    Those are removed, the newest first, or where one is pinned or being read renamed to
+    `rewound-…`, which counts as no step. At every moment the newest step is a whole one of before
+    or after. Only the holder of the lock may call this.
+    """
+    files, directory, nonce = files or Files(), path.parent, secrets.token_hex(4)
+    manifest = read_manifest(path)
+    if manifest.state != state:
+        fresh = path / f".{MANIFEST}-{nonce}"
+        with HashedFile(fresh, files) as out:
+            out.write(to_json(dataclasses.replace(manifest, state=dict(state))).encode())
+            out.finish()
+        files.rename(fresh, path / MANIFEST)
+        files.sync_directory(path)
+    _point(directory, path, nonce, files)
+    aside = []
+    for number, newer in reversed(steps(directory)):
+        if number <= manifest.step:
+            break
+        if not _remove(newer, number, files):
+            aside.append(directory / f"rewound-{newer.name}-{nonce}")
+            files.rename(newer, aside[-1])
+    files.sync_directory(directory)
+    return aside
 
 
 def _remove(path: Path, number: int, files: Files) -> bool:

@@ -22,6 +22,7 @@ from penteract.train.replicas import Replicas
 from penteract.train.run import Run
 from penteract.train.saving import Saver
 from penteract.train.signals import StopRequest
+from penteract.train.spikes import Rewinds
 from penteract.train.task import Task
 from penteract.train.watchdog import Watchdog
 
@@ -64,13 +65,18 @@ def train(
             (Path(config.log.dir) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         saved = None if found is None else run.step
         saver = stack.enter_context(Saver(run, checkpoints, metrics.say, saved=saved))
+        rewinds = Rewinds(run, saver, checkpoints, metrics.say)
         replicas = Replicas(run)
         evaluate_every = config.train.eval_every or steps
         first = run.step + 1
         while run.step < steps and not stop.agreed(world, device):
-            metrics.step(run.update() | saver.pause() | run.pace.line(run.step))
+            line = run.update() | saver.pause() | run.pace.line(run.step)
+            metrics.step(line | rewinds.look())
             if run.reported:
                 metrics.say(run.reported.said())
+            if rewinds.go_back():
+                replicas.checked = run.step
+                continue
             saver.look()
             if rows := traced(run):
                 _write_trace(run, rows, metrics)

@@ -88,7 +88,7 @@ def slow_ranks(
     """Ranks whose own time is more than `limit` times the median of their group, and how many times
     it is; the slowest first.
     """
-    found = {}
+    found: dict[int, float] = {}
     for group in groups:
         median_s = statistics.median_low([own_s[rank] for rank in group])
         found |= {rank: own_s[rank] / median_s for rank in group if own_s[rank] > limit * median_s}

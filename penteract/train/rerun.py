@@ -48,6 +48,33 @@ class HardwareError(RuntimeError):
     """The same inputs gave other numbers: a machine is at fault. Nothing of the step is kept."""
 
 
+Limits = tuple[float, float]  # of the loss, of the gradient norm
+NO_LIMITS: Limits = (math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a step came to, on the device."""
+
+    terms: dict[str, Tensor]
+    norm: Tensor
+    finite: Tensor  # on all ranks
+    within: Tensor  # loss and norm within their limits, on all ranks
+    zeros: list[Tensor]  # how many gradient elements are exactly 0, where that is asked for
+
+
+@dataclass(frozen=True)
+class Found:
+    """The same, read; and whether the update is made."""
+
+    terms: dict[str, float]
+    norm: float
+    finite: bool  # on all ranks
+    within: bool  # on all ranks
+    made: bool
+    zeros: list[float]
+
+
 class Outliers:
     """What losses and norms of good steps were, and the most that they may be."""
 
@@ -59,10 +86,18 @@ class Outliers:
     def add(self, loss: float, norm: float) -> None:
         self._seen.append((loss, norm))
 
-    def limits(self) -> tuple[float, float]:
-        """Of the loss and of the norm."""
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint says of them, so that a run that continues judges alike."""
+        return {} if self.deviations is None else {"outliers": [list(seen) for seen in self._seen]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Be as `state` of a checkpoint says; where it says nothing, begin anew."""
+        self._seen.clear()
+        self._seen.extend((loss, norm) for loss, norm in state.get("outliers", ()))
+
+    def limits(self) -> Limits:
         if self.deviations is None or 2 * len(self._seen) < LAST:
-            return math.inf, math.inf
+            return NO_LIMITS
         columns = list(zip(*self._seen, strict=True))
         loss, norm = (statistics.fmean(x) + self.deviations * statistics.stdev(x) for x in columns)
         return loss, norm

@@ -7,7 +7,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,17 @@ from penteract.train.loads import Loads
 from penteract.train.metrics import peak_memory_bytes
 from penteract.train.nonfinite import NonFiniteError, explain, first_parameter
 from penteract.train.pace import Pace
+from penteract.train.passed import Window, data_step
 from penteract.train.replicas import flip_bit
 from penteract.train.rerun import (
+    NO_LIMITS,
+    Found,
     Injected,
+    Limits,
     Outliers,
     Report,
     Seen,
+    Tried,
     add_bits,
     blame,
     differing,
@@ -50,28 +54,6 @@ from penteract.train.rerun import (
 from penteract.train.saved_state import held, load_weights, record, resume
 from penteract.train.task import Task
 from penteract.train.watchdog import Activity
-
-
-@dataclass(frozen=True)
-class Tried:
-    """What a step came to, on the device."""
-
-    terms: dict[str, Tensor]
-    norm: Tensor
-    finite: Tensor  # on all ranks
-    within: Tensor  # the norm within its limit, on all ranks
-    zeros: list[Tensor]  # how many gradient elements are exactly 0, where that is asked for
-
-
-@dataclass(frozen=True)
-class Found:
-    """The same, read; and whether the update is made."""
-
-    terms: dict[str, float]
-    norm: float
-    finite: bool  # on all ranks
-    made: bool
-    zeros: list[float]
 
 
 def read_values(values: Sequence[Tensor]) -> list[float]:
@@ -107,8 +89,10 @@ class Run:
         self.loads = Loads(task.model, mesh, device)
         self.optimizer = build(self.buffers, config.optim, mesh.axes, seed=config.train.seed)
         self.loss_scale = LossScale.of(config.optim, config.train.dtype)
-        deviations = config.train.outlier if config.train.rerun == "outliers" else None
-        self.outliers = Outliers(deviations)
+        self.passed: tuple[Window, ...] = ()  # of the data, where the run went back
+        self.spiked = False  # whether the last update is an outlier that was kept
+        judged = config.train.rerun == "outliers" or config.train.on_spike == "rewind"
+        self.outliers = Outliers(config.train.outlier if judged else None)
         self.injected = Injected(config.train.inject, mesh.rank)
         self.bits = torch.zeros((), dtype=torch.int64, device=device)  # of this rank's gradients
         if config.train.rerun != "off":
@@ -128,17 +112,21 @@ class Run:
         self.activity.step = step = self.step + 1
         self.reported = None
         self.activity.now("reading samples")
-        batches = self.task.batches(step)
+        at = data_step(step, self.passed)
+        batches = self.task.batches(at)
         loaded = time.perf_counter()
-        loss_limit, norm_limit = self.outliers.limits()
-        tried = self._try(step, batches, norm_limit)
+        limits = self.outliers.limits()
+        tried = self._try(step, batches, limits)
         computed = time.perf_counter()
         lr = learning_rate(step, self.config.optim)
-        good = tried.finite & tried.within & (sum(tried.terms.values()) <= loss_limit)
+        good = tried.finite
+        if self.config.train.rerun == "outliers":
+            good = good & tried.within
         self._apply(tried, lr, good)
         found = self._read(tried, good)
         if not found.made and self.config.train.rerun != "off" and not self._is_scaled(found):
-            found = self._again(step, batches, lr, found)
+            found = self._again(step, batches, lr, found, limits)
+        self.spiked = found.made and not found.within
         skipped, norm_value = not found.made, found.norm
         extra = self._after(step, found, scaled=self._is_scaled(found))
         if found.made:
@@ -147,11 +135,11 @@ class Run:
             extra["zero_gradients"] = int(found.zeros[0])
         if self.config.moe is not None and step % self.config.log.every == 0:
             extra["experts"] = self.loads.line()
-        if self.injected.flips(step):
+        if self.injected.flips(at):
             flip_bit(self)
         self.pace.end(step)
         done = time.perf_counter()
-        tokens = self.task.tokens(step)
+        tokens = self.task.tokens(at)
         self.step, self.tokens = step, self.tokens + tokens
         times = [done - began, loaded - began, computed - loaded, done - computed]
         worst = torch.tensor([*times, peak_memory_bytes(self.device)], dtype=torch.float64)
@@ -166,7 +154,7 @@ class Run:
             "lr": lr,
             "tokens": self.tokens,
             "tokens_per_second": tokens / seconds,
-            "flops_per_second": self.task.flops(step) / seconds,
+            "flops_per_second": self.task.flops(at) / seconds,
             "memory_bytes": int(memory),
             "step_ms": round(1e3 * seconds, 3),
             "data_wait_ms": wait_ms,
@@ -174,8 +162,9 @@ class Run:
             "update_ms": update_ms,  # norm, clipping, optimizer
         }
 
-    def _try(self, step: int, batches: Sequence[Any], norm_limit: float = math.inf) -> Tried:
+    def _try(self, step: int, batches: Sequence[Any], limits: Limits = NO_LIMITS) -> Tried:
         """Losses and gradients of a step; nothing else is changed."""
+        loss_limit, norm_limit = limits
         self.bits.zero_()
         parts = self._gradients(step, batches)
         self.activity.now("the update")
@@ -185,6 +174,7 @@ class Run:
         norm = gradient_norm(self.buffers, self.mesh.axes, order=order) / self.loss_scale.scale
         losses, finite, within = self._agreed(parts, norm, norm_limit)
         zeros = [count_zeros(self.buffers, self.mesh.axes)] if self.config.log.zeros else []
+        within = within & (sum(losses.values()) <= loss_limit)
         return Tried(losses, norm, finite, within, zeros)
 
     def _apply(self, tried: Tried, lr: float, good: Tensor) -> None:
@@ -194,10 +184,11 @@ class Run:
         self.optimizer.step(lr, torch.where(good, clip, 1.0), ~good)
 
     def _read(self, tried: Tried, good: Tensor) -> Found:
-        values = [tried.norm, tried.finite, good, *tried.terms.values(), *tried.zeros]
-        norm, finite, made, *rest = self.read(values)
+        flags = [tried.finite, tried.within, good]
+        values = self.read([tried.norm, *flags, *tried.terms.values(), *tried.zeros])
+        norm, finite, within, made, *rest = values
         terms = dict(zip(tried.terms, rest, strict=False))
-        return Found(terms, norm, bool(finite), bool(made), rest[len(terms) :])
+        return Found(terms, norm, bool(finite), bool(within), bool(made), rest[len(terms) :])
 
     def _is_scaled(self, found: Found) -> bool:
         """Whether too large a loss scale is why a step is not finite: it shows in gradients, never
@@ -206,10 +197,12 @@ class Run:
         losses = all(map(math.isfinite, found.terms.values()))
         return self.loss_scale.dynamic and losses and not found.finite
 
-    def _again(self, step: int, batches: Sequence[Any], lr: float, found: Found) -> Found:
+    def _again(
+        self, step: int, batches: Sequence[Any], lr: float, found: Found, limits: Limits
+    ) -> Found:
         """Run a bad step once more: what counts then. Raises HardwareError."""
         first = Seen(found.terms, found.norm, int(self.bits))
-        tried = self._try(step, batches)
+        tried = self._try(step, batches, limits)
         found = self._read(tried, tried.finite)
         second = Seen(found.terms, found.norm, int(self.bits))
         ranks = differing(first, second, self.mesh.axis("world"))
@@ -217,7 +210,7 @@ class Run:
             raise blame(step, first, second, ranks)
         if found.made:
             self._apply(tried, lr, tried.finite)
-        facts: dict[str, Any] = {"samples": self.task.describe(step)}
+        facts: dict[str, Any] = {"samples": self._samples(step)}
         if not found.made:
             facts["first_gradient"] = first_parameter(self.buffers, self.mesh.axis("world"))
             with watching_modules(self.task.model) as names:
@@ -239,7 +232,7 @@ class Run:
         train = self.config.train
         if self.skipped > (train.max_skips if train.on_nonfinite == "skip" or scaled else 0):
             where = first_parameter(self.buffers, self.mesh.axis("world"))
-            samples = self.task.describe(step)
+            samples = self._samples(step)
             again = f"; {self.reported.again()}" if self.reported else ""
             said = explain(step, found.terms, found.norm, where, samples, self.skipped, again=again)
             raise NonFiniteError(said)
@@ -264,7 +257,7 @@ class Run:
         scale, share = scales[0], scales[-1]
         dp = self.mesh.axis("dp")
 
-        factor = self.injected.begin(step)
+        factor = self.injected.begin(data_step(step, self.passed))
 
         def forward(stage: int, i: int, stream: Tensor | None) -> Output:
             training = Training(self.config.train.seed, step, i * dp.size + dp.rank, share)
@@ -281,6 +274,10 @@ class Run:
         self.unused = self.buffers.finish()
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         return {**dict.fromkeys(self.task.terms, nothing), **terms}
+
+    def _samples(self, step: int) -> list[str]:
+        """What a step saw, for messages."""
+        return self.task.describe(data_step(step, self.passed))
 
     def _auxiliary(self) -> dict[str, Tensor]:
         """This rank's parts of the losses of its routers, as `_agreed` wants them."""

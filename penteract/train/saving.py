@@ -15,6 +15,7 @@ from penteract.checkpoint.writing import Staging
 from penteract.train.nonfinite import NonFiniteError
 from penteract.train.rerun import HardwareError
 from penteract.train.run import Run
+from penteract.train.spikes import SpikeError
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Saver:
             return
         if busy:
             self.say(f"step {step:>6}  waits: step {self.saved} is still being written")
-            self._land()
+            self.land()
         if self._options.asynchronous:
             self._flight = self.run.start_save(self.directory, self._staging, self._retain)
             self.saved = step
@@ -62,7 +63,7 @@ class Saver:
     def finish(self) -> None:
         """Return once the run as it stands is on the disk."""
         self.run.activity.now("saving")
-        self._land()
+        self.land()
         if self.saved != self.run.step:
             self._save_now()
 
@@ -80,15 +81,16 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, NonFiniteError | HardwareError):  # on all ranks alike
+        if isinstance(error, NonFiniteError | HardwareError | SpikeError):  # on all ranks alike
             try:
-                self._land()
+                self.land()
             except SaveError as fault:
                 self.say(f"cannot save: {fault}")
         elif self._flight is not None:
             self._flight.abandon()
 
-    def _land(self) -> None:
+    def land(self) -> None:
+        """Return once no save is in flight."""
         if self._flight is not None:
             self._flight.wait(self._options.flush_s)
             self._landed(self._flight)
