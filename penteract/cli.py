@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         code, text = _verdict(error)
-        report_failure(text)
+        report_failure(text, said_here=getattr(error, "said_here", True))
         return code
 
 
@@ -71,8 +71,9 @@ def _verdict(error: Exception) -> tuple[int, str]:
     from penteract.parallel.pipeline.executor import StalledError
     from penteract.train.nonfinite import NonFiniteError
     from penteract.train.rerun import HardwareError
+    from penteract.train.spikes import SpikeError
 
-    if isinstance(error, NonFiniteError):
+    if isinstance(error, NonFiniteError | SpikeError):
         return 1, f"penteract: {error}"
     if isinstance(error, HardwareError):
         return 4, f"penteract: {error}"
@@ -146,7 +147,7 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 
 def _train_rank(config: Config) -> int:
-    from penteract.launch import connect
+    from penteract.launch import connect, surroundings
     from penteract.train.pipeline import fitted
     from penteract.train.signals import StopRequest
 
@@ -155,12 +156,14 @@ def _train_rank(config: Config) -> int:
     if chosen and launch.rank == 0:
         print(chosen, file=sys.stderr, flush=True)
     with StopRequest(config.train.max_minutes) as stop:
-        from penteract.mesh import create_mesh
+        from penteract.mesh import create_mesh, world_axis
+        from penteract.train.alike import check_alike, facts_of
         from penteract.train.language_model import language_model
         from penteract.train.loop import train as train_loop
 
         with stop.released():
             device = connect(launch, device=config.train.device, timeout_s=_patience_s(config))
+        check_alike({**surroundings(), **facts_of(config)}, world_axis())
         mesh = create_mesh(_grid(config, launch.world), launch.rank)
         task, config = language_model(config, mesh, device)
         train_loop(task, config, mesh, device, stop=stop, report=report_failure)
@@ -319,12 +322,16 @@ def data_show(arguments: argparse.Namespace) -> int:
     from penteract.data.loader import show
     from penteract.train.batch_ramp import cursor, global_batch
     from penteract.train.language_model import train_source, with_vocabulary
+    from penteract.train.passed import data_step
+    from penteract.train.spikes import passed_in
 
     config, tokenizer = with_vocabulary(_load(arguments))
+    assert config.checkpoint.dir is not None
+    step = data_step(arguments.step, passed_in(config.checkpoint.dir))
     lines = show(
         train_source(config),
-        cursor=cursor(arguments.step - 1, config.train),
-        global_batch=global_batch(arguments.step, config.train),
+        cursor=cursor(step - 1, config.train),
+        global_batch=global_batch(step, config.train),
         tokenizer=tokenizer,
     )
     print("\n".join(lines))

@@ -1,7 +1,7 @@
 """The configuration: one tree of frozen dataclasses, and every rule that joins its keys.
 
-Its sections are in `penteract/config_sections.py`, the rules of the layout alone in
-`penteract/layout_rules.py`; `penteract/config_file.py` reads and writes TOML.
+Its sections are in `penteract/config_sections.py` and `penteract/config_output.py`, the rules of
+the layout alone in `penteract/layout_rules.py`; `penteract/config_file.py` reads and writes TOML.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
+from penteract.config_output import CheckpointConfig, LogConfig
 from penteract.config_sections import (
     STRICT,
-    CheckpointConfig,
     ConfigError,
     DataConfig,
     InjectConfig,
-    LogConfig,
     ModelConfig,
     MoEConfig,
     OptimConfig,
@@ -85,6 +84,12 @@ def resolve(config: Config) -> Config:
         raise ConfigError(
             f"log.dir = {config.log.dir} is a URL: logs need a disk; checkpoint.dir can be a URL"
         )
+    if 0 < config.log.slow <= 1:
+        raise ConfigError(
+            f"log.slow = {config.log.slow} times the median would name ranks that are not slow: it "
+            "can be above 1, such as 1.5, or 0 to name none"
+        )
+    _check_rewinds(config.train, config.checkpoint)
     _check_start(config.checkpoint, config.moe)
     if config.checkpoint.keep_every and config.checkpoint.keep is None:
         raise ConfigError(
@@ -110,6 +115,24 @@ def _check_weights(sources: tuple[SourceConfig, ...]) -> None:
     if 0 < len(without) < len(sources):
         raise ConfigError(
             f"data.train: give every source a weight or none; without one: {', '.join(without)}"
+        )
+
+
+def _check_rewinds(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
+    """Where a run goes back before a spike, a step that is old enough must be there."""
+    if train.on_spike != "rewind":
+        return
+    if not checkpoint.every:
+        raise ConfigError(
+            'train.on_spike = "rewind" goes back to a saved step: give checkpoint.every, the steps '
+            "between two of them"
+        )
+    needed = 1 + -(-(train.rewind_steps - 1) // checkpoint.every)
+    if checkpoint.keep is not None and checkpoint.keep < needed:
+        raise ConfigError(
+            f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = {checkpoint.every} none "
+            f"of the newest {checkpoint.keep} may be train.rewind_steps = {train.rewind_steps} "
+            f"steps old when a loss spikes: keep at least {needed}"
         )
 
 

@@ -17,7 +17,6 @@ from penteract.config_values import (
     Fraction,
     MoELayers,
     Natural,
-    Patterns,
     Positive,
     Real,
     Recompute,
@@ -313,11 +312,12 @@ class InjectConfig:
     """A fault to be planted, to see what a run does about it."""
 
     step: Count
-    """In which step."""
+    """In which step; where a run passes data over, with the data of which step."""
     rank: Natural = 0
     """On which rank."""
-    kind: Literal["nan", "inf", "spike"] = "nan"
-    """What the rank's forwards are multiplied by: a NaN, infinity, or 1000."""
+    kind: Literal["nan", "inf", "spike", "weight", "slow"] = "nan"
+    """What the rank's forwards are multiplied by: a NaN, infinity, or 1000 (spike). Or weight: a
+    bit of one of its weights is flipped after the step; slow: it sleeps a second in the step."""
     times: Natural = 1
     """How often, reruns counted: 1 looks like hardware; 0 is always, like bad data."""
 
@@ -343,7 +343,16 @@ class TrainConfig:
     The same again is data or model, something else hardware: exit code 4 on a CPU or where torch is
     deterministic."""
     outlier: Positive = 8.0
-    """With rerun = outliers, how many standard deviations of the last 32 steps are too many."""
+    """With rerun = outliers or on_spike = rewind: how many standard deviations of the last 32 steps
+    above their mean are too many, of the loss or of the gradient norm."""
+    on_spike: Literal["keep", "rewind"] = "keep"
+    """After a step whose loss or gradient norm is an outlier: keep it, or go back to a saved step
+    and on from there with the data that follows the spike's."""
+    rewind_steps: Count = 100
+    """With on_spike = rewind: go back to the newest saved step that is so many steps before."""
+    check_replicas: Natural = 0
+    """Every so many steps, and before a save, compare the bits of what several ranks hold a copy
+    of; where they differ end with exit code 4, the odd rank named. 0 never does; 100 is cheap."""
     inject: tuple[InjectConfig, ...] = ()
     """Tables [[train.inject]]: faults to be planted, to see what a run does about them."""
     max_skips: Natural = 20
@@ -365,58 +374,3 @@ class TrainConfig:
     action, message or phase (such as a save) has begun. 0 never does."""
     max_minutes: Positive | None = None
     """Save and stop, with exit code 0, after so many minutes."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class CheckpointConfig:
-    """Where and when the run is saved."""
-
-    dir: str | None = None
-    """Folder of checkpoints, relative to the current directory, or a URL such as
-    s3://bucket/run; else log.dir/checkpoints."""
-    every: Natural = 0
-    """Steps between checkpoints; the last step is always saved."""
-    keep: Count | None = None
-    """Keep the newest N; all unless given. The newest good one and pinned ones always stay."""
-    keep_every: Count | None = None
-    """With checkpoint.keep: keep the steps that this divides, too."""
-    verify: Literal["hashes", "sizes"] = "hashes"
-    """What is looked at before a checkpoint is loaded: every byte, or lengths and headers alone."""
-    fall_back: bool = True
-    """Continue from an older step where newer ones are damaged; false: stop, and name it."""
-    asynchronous: bool = False
-    """Only copy what is to be saved to host memory, and write it while training goes on."""
-    when_busy: Literal["wait", "skip"] = "wait"
-    """At a checkpoint while the one before is being written: wait for that, or make none."""
-    on_error: Literal["stop", "go_on"] = "stop"
-    """Where a checkpoint cannot be written: end the run, or say so and try the next one. The last
-    must succeed."""
-    flush_s: Positive = 600.0
-    """How long a checkpoint that is being written is waited for; later it has failed."""
-    load: str | None = None
-    """Start a fresh run from this checkpoint's weights; a path or URL, as checkpoint.dir."""
-    load_only: Patterns = ()
-    """With checkpoint.load: only tensors that match one of these shell patterns, as for
-    [[optim.rules]]; all others keep their initial values."""
-    load_missing: Patterns = ()
-    """With checkpoint.load: tensors that match may be missing there; they keep initial values."""
-    load_state: bool = False
-    """With checkpoint.load: its moments, step and data cursor too."""
-    upcycle: bool = False
-    """With checkpoint.load: experts start as copies of its dense feed-forward layers."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class LogConfig:
-    """What a run writes about itself."""
-
-    dir: str = "runs/default"
-    """Folder of the run's files, relative to the current directory."""
-    every: Count = 10
-    """Steps between lines on the terminal."""
-    tensorboard: bool = False
-    """Write TensorBoard event files as well."""
-    zeros: bool = False
-    """Count the elements of all gradients that are exactly 0, as zero_gradients."""
-    trace: tuple[Count, ...] = ()
-    """Steps whose pipeline actions are timed, in trace-step-N.json for Perfetto."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import penteract
 from penteract.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,6 +33,13 @@ if TYPE_CHECKING:
 
 LAUNCHER_PID = "PENTERACT_LAUNCHER_PID"  # set by start_local for its ranks
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torch's elastic agent for its ranks
+# With other values of these, ranks compute other bits, or wait for messages of another kind.
+DECIDING = (
+    "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "MKL_CBWR",
+    "NCCL_ALGO", "NCCL_COLLNET_ENABLE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -176,6 +185,29 @@ def _device_number(launch: Launch, found: int) -> int:
     raise UserError(f"local rank {launch.local_rank} has no device: {found} cuda devices")
 
 
+def surroundings() -> dict[str, dict[str, str]]:
+    """What besides its configuration must be the same on all ranks: versions, our code, and the
+    environment's variables that decide what is computed or sent.
+    """
+    import torch
+
+    digest = hashlib.blake2b(digest_size=8)
+    package = Path(__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    versions = {
+        "penteract": f"{penteract.__version__} with hash {digest.hexdigest()}",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }
+    if torch.cuda.is_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "version": versions,
+        "environment": {name: os.environ[name] for name in DECIDING if name in os.environ},
+    }
+
+
 def die_with_parent() -> None:
     """Tie this rank's life to the `start_local` that started it; without one, do nothing.
 
@@ -200,11 +232,11 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def report_failure(text: str, **facts: float) -> None:
+def report_failure(text: str, *, said_here: bool = True, **facts: float) -> None:
     """Say once why this rank fails: a traceback, or one line for a user's error.
 
     Goes to standard error, but under `start_local` to the launcher, which shows the first rank's
-    and gets the `facts` too.
+    and gets the `facts` too. Where another rank says the same it is not `said_here`.
     """
     path = os.environ.get(ERROR_FILE)
     if path and not facts and _is_said(path):
@@ -215,7 +247,7 @@ def report_failure(text: str, **facts: float) -> None:
         last_line = text.strip().rpartition("\n")[2]
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": last_line, "extraInfo": extra}}, file)
-    if not path or LAUNCHER_PID not in os.environ:
+    if said_here and (not path or LAUNCHER_PID not in os.environ):
         print(text.rstrip(), file=sys.stderr, flush=True)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from penteract import compat
@@ -23,17 +25,36 @@ TOKENS = "etp-ep"  # its messages are in flight beside those of gradients
 
 
 class Traffic:
-    """What was sent over one axis: per call name, how often and how many bytes left this rank."""
+    """What was sent over one axis: per call name, how often and how many bytes left this rank; and
+    how long was waited for it.
+    """
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
         self.last, self.at = "", 0.0  # the last call, and when on the monotonic clock
+        self.waited_s = 0.0  # by the host
+        # Where it is a list: events of the present stream of a GPU, before and after each wait.
+        self.stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
 
     def add(self, call: str, sent_bytes: int) -> None:
         self.last, self.at = call, time.monotonic()
         self.calls[call] = self.calls.get(call, 0) + 1
         self.bytes[call] = self.bytes.get(call, 0) + sent_bytes
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for messages."""
+        if self.stalls is None:
+            began = time.perf_counter()
+            yield
+            self.waited_s += time.perf_counter() - began
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        yield
+        after.record()
+        self.stalls.append((before, after))
 
 
 @dataclass(frozen=True)
@@ -51,6 +72,14 @@ class Axis:
 def single(name: str, rank: int = 0) -> Axis:
     """An axis of size 1: every collective over it is the identity and needs no process group."""
     return Axis(name, 1, 0, (rank,))
+
+
+def world_axis(name: str = "world") -> Axis:
+    """All ranks as one axis over the default process group; size 1 without one."""
+    if not dist.is_initialized():
+        return single(name)
+    n = dist.get_world_size()
+    return Axis(name, n, dist.get_rank(), tuple(range(n)), dist.group.WORLD)
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,10 @@ import torch
 import torch.distributed as dist
 
 from penteract import shared_memory
-from penteract.mesh import Axis
+from penteract.mesh import world_axis as world_axis
 
 _FIRST_FAILURE_WAIT_S = 0.3  # how long to collect failures before naming the first
 _LOOK_S = 0.2  # how often to look whether a silent rank is alive
-
-
-def world_axis(name: str = "world") -> Axis:
-    """All ranks as one axis over the default process group; size 1 without one."""
-    if not dist.is_initialized():
-        return Axis(name, 1, 0, (0,))
-    n = dist.get_world_size()
-    return Axis(name, n, dist.get_rank(), tuple(range(n)), dist.group.WORLD)
 
 
 def run_ranks(

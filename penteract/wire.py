@@ -72,11 +72,11 @@ def start_all_reduce_(x: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if op == "sum" and small and compat.sums_are_ours(x):
         copies = target.reshape(-1).repeat(axis.size)
         work, total = _start_sum_of_parts(copies, axis, [x.numel()] * axis.size)
-        return Pending([work], lambda: _into(x, total().view(x.shape)))
+        return Pending([work], lambda: _into(x, total().view(x.shape)), axis.traffic)
     dtype = _sum_dtype(x) if compat.sums_are_ours(x) else x.dtype
     buffer = target.to(dtype).contiguous()  # the same memory where nothing has to change
     work = dist.all_reduce(buffer, _REDUCE_OPS[op], group=axis.group, async_op=True)
-    return Pending([work], lambda: x if buffer is target else _into(x, buffer))
+    return Pending([work], lambda: x if buffer is target else _into(x, buffer), axis.traffic)
 
 
 def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sizes = None) -> Pending:
@@ -99,7 +99,7 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sizes = None
         parts = (part.narrow(dim, 0, n) for part, n in zip(out, sizes, strict=True))
         return torch.cat(list(parts), dim)
 
-    return Pending(works, finish)
+    return Pending(works, finish, axis.traffic)
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -108,7 +108,7 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
         return done(out.copy_(x))
     axis.traffic.add("all_gather", (axis.size - 1) * _bytes(x))
     work = compat.all_gather_into(out, x.detach(), axis.group)
-    return Pending([work], lambda: out)
+    return Pending([work], lambda: out, axis.traffic)
 
 
 def start_reduce_scatter_(x: Tensor, axis: Axis) -> Pending:
@@ -123,7 +123,7 @@ def start_reduce_scatter_(x: Tensor, axis: Axis) -> Pending:
     own = parts[rank]
     axis.traffic.add("reduce_scatter", (n - 1) * _bytes(own))
     if not compat.sums_are_ours(x):
-        return Pending([compat.reduce_scatter_into(own, x, axis.group)], lambda: own)
+        return Pending([compat.reduce_scatter_into(own, x, axis.group)], lambda: own, axis.traffic)
     # An all-to-all would copy the own part too, and a sum into new memory fault its pages in.
     came = list(torch.empty_like(x).view(n, -1).unbind(0))
     messages: list[dist.P2POp] = []
@@ -141,7 +141,7 @@ def start_reduce_scatter_(x: Tensor, axis: Axis) -> Pending:
             result += part
         return own.copy_(result)
 
-    return Pending(works, total)
+    return Pending(works, total, axis.traffic)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sizes = None) -> Pending:
@@ -159,13 +159,13 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, sizes: Sizes = 
     if compat.sums_are_ours(x):
         lengths = [row * n for n in sizes]
         work, total = _start_sum_of_parts(_flat_parts(x, dim, sizes), axis, lengths)
-        return Pending([work], lambda: total().view(own))
+        return Pending([work], lambda: total().view(own), axis.traffic)
     # Other backends scatter equal parts only: shorter ones travel padded.
     longest = max(sizes)
     out = x.new_empty([*x.shape[:dim], longest, *x.shape[dim + 1 :]])
     flat = _flat_parts(x, dim, sizes, longest)
     work = compat.reduce_scatter_into(out.view(-1), flat, axis.group)
-    return Pending([work], lambda: out.narrow(dim, 0, own[dim]).contiguous())
+    return Pending([work], lambda: out.narrow(dim, 0, own[dim]).contiguous(), axis.traffic)
 
 
 def start_all_to_all(
@@ -180,7 +180,7 @@ def start_all_to_all(
     x = x.detach().contiguous()
     out = x.new_empty((sum(received), *x.shape[1:]))
     work = compat.all_to_all_into(out, x, received, sent, axis.group)
-    return Pending([work], lambda: out)
+    return Pending([work], lambda: out, axis.traffic)
 
 
 def start_shift(x: Tensor, axis: Axis, k: int = 1) -> Pending:
@@ -200,7 +200,7 @@ def start_shift(x: Tensor, axis: Axis, k: int = 1) -> Pending:
             dist.P2POp(dist.irecv, compat.as_wire(out), source, axis.group),
         ]
     )
-    return Pending(works, lambda: out)
+    return Pending(works, lambda: out, axis.traffic)
 
 
 def start_send(x: Tensor, channel: Axis) -> Pending:
@@ -212,7 +212,7 @@ def start_send(x: Tensor, channel: Axis) -> Pending:
         return done(x)
     channel.traffic.add("send", _bytes(x))
     work = dist.isend(compat.as_wire(x.detach()), channel.ranks[1], group=channel.group)
-    return Pending([work] if work else [], lambda: x)
+    return Pending([work] if work else [], lambda: x, channel.traffic)
 
 
 def start_receive(out: Tensor, channel: Axis) -> Pending:
@@ -220,7 +220,7 @@ def start_receive(out: Tensor, channel: Axis) -> Pending:
     if out.numel() == 0:
         return done(out)
     work = dist.irecv(compat.as_wire(out), channel.ranks[0], group=channel.group)
-    return Pending([work] if work else [], lambda: out)
+    return Pending([work] if work else [], lambda: out, channel.traffic)
 
 
 def meet(channel: Axis, device: torch.device) -> None:
@@ -258,7 +258,8 @@ def exchange(payload: bytes, axis: Axis) -> list[bytes]:
     device = compat.host_device(axis.group)
     lengths = torch.empty(axis.size, dtype=torch.int64, device=device)
     own_length = torch.tensor([len(payload)], device=device)
-    compat.all_gather_into(lengths, own_length, axis.group).wait()
+    with axis.traffic.waiting():
+        compat.all_gather_into(lengths, own_length, axis.group).wait()
     counts = lengths.tolist()
     longest = max(counts)
     if longest == 0:
@@ -266,7 +267,8 @@ def exchange(payload: bytes, axis: Axis) -> list[bytes]:
     padded = bytearray(payload.ljust(longest, b"\0"))
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     out = torch.empty((axis.size, longest), dtype=torch.uint8, device=device)
-    compat.all_gather_into(out.flatten(), own, axis.group).wait()
+    with axis.traffic.waiting():
+        compat.all_gather_into(out.flatten(), own, axis.group).wait()
     rows = out.cpu().numpy()
     return [row[:n].tobytes() for row, n in zip(rows, counts, strict=True)]
 

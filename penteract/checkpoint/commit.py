@@ -60,6 +60,12 @@ class CommitProtocol(Protocol):
     def tidy(self, directory: Any) -> None:
         """Clear away what dead writers left, with a log line each. Only the one writer may."""
 
+    def replace(self, file: Any, data: bytes, nonce: str) -> None:
+        """Write a small file, old or new at every moment."""
+
+    def move(self, step: Any, target: Any) -> None:
+        """Give a step another name, under which it is none."""
+
     def remove(self, step: Any, name: str) -> bool:
         """Remove a step, unless it is pinned or being read; whether it is gone."""
 
@@ -112,16 +118,21 @@ class Renames:
         files.rename(home, step)
         files.sync_directory(directory)
         if point:
-            self._point(directory / f".latest-{nonce}", step.name)
+            self.replace(directory / LATEST, f"{step.name}\n".encode(), nonce)
         if replacing:
             files.remove(aside)
 
-    def _point(self, pointer: Path, name: str) -> None:
-        with HashedFile(pointer, self.files) as out:
-            out.write(f"{name}\n".encode())
+    def replace(self, file: Path, data: bytes, nonce: str) -> None:
+        fresh = file.with_name(f".{file.name}-{nonce}")
+        with HashedFile(fresh, self.files) as out:
+            out.write(data)
             out.finish()
-        self.files.rename(pointer, pointer.with_name(LATEST))
-        self.files.sync_directory(pointer.parent)
+        self.files.rename(fresh, file)
+        self.files.sync_directory(file.parent)
+
+    def move(self, step: Path, target: Path) -> None:
+        self.files.rename(step, target)
+        self.files.sync_directory(step.parent)
 
     def tidy(self, directory: Path) -> None:
         """A step that was moved aside goes back to its place, unless its successor is there."""
@@ -203,12 +214,22 @@ class Manifests:
         for name in sorted(written.keys() - named.keys()):
             self.files.remove(step / name)
 
+    def replace(self, file: Remote, data: bytes, nonce: str) -> None:
+        self.files.put(file, data)
+
+    def move(self, step: Remote, target: Remote) -> None:
+        self.files.copy(step, target)
+        self._remove(step)
+
     def remove(self, step: Remote, name: str) -> bool:
         if (step / PINNED).exists():
             return False
+        self._remove(step)
+        return True
+
+    def _remove(self, step: Remote) -> None:
         if (step / MANIFEST).exists():
             # First: what a removal that is cut short leaves is no step, and goes with `tidy`.
             self.files.remove(step / MANIFEST)
         if step.exists():
             self.files.remove(step)
-        return True

@@ -208,6 +208,11 @@ class Objects:
     def touch(self, path: Remote) -> None:
         self.put(path, b"")
 
+    def copy(self, source: Remote, target: Remote) -> None:
+        """All below a folder."""
+        with source.system() as (fs, name):
+            fs.copy(f"{name}/", f"{url_to_fs(target.url)[1]}/", recursive=True)
+
     def remove(self, path: Remote) -> None:
         """An object, or all below a folder."""
         with path.system() as (fs, name):

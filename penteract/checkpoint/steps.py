@@ -4,6 +4,7 @@
     step-00001000/pinned            where it is there, `retain` leaves the step
     latest                          text: the name of the newest step; a help for people and tools
     .tmp-step-00001000-<nonce>/     a save that is running, or died
+    rewound-step-00001000-<nonce>/  one that a run went back before, pinned or being read then
     .old-step-00001000-<nonce>/     a step that is being replaced by the same step saved again
     .lock                           held by the one writer
 
@@ -13,14 +14,17 @@ Steps are ordered by number, never by time: clocks go backwards.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from penteract.checkpoint.agreement import together
 from penteract.checkpoint.commit import LATEST, OLD, STEP, protocol_of
-from penteract.checkpoint.examine import PINNED, reading, verify
-from penteract.checkpoint.format import MANIFEST, CheckpointError
+from penteract.checkpoint.examine import PINNED, read_manifest, reading, verify
+from penteract.checkpoint.format import MANIFEST, CheckpointError, to_json
 from penteract.checkpoint.remote import Place, place
 from penteract.checkpoint.storage import Storage
 from penteract.mesh import Axis, single
@@ -168,3 +172,27 @@ def retain(
         except OSError as error:
             log.warning("%s: could not be removed (%s)", path, error.strerror)
     return removed
+
+
+def go_back(path: Place, state: Mapping[str, Any], *, files: Storage | None = None) -> list[Place]:
+    """Make `path` the newest step of its directory, and give it another `state`; what of newer
+    steps was set aside.
+
+    Those are removed, the newest first, or where one is pinned or being read renamed to
+    `rewound-…`, which counts as no step. At every moment the newest step is a whole one of before
+    or after. Only the holder of the lock may call this.
+    """
+    directory, nonce = path.parent, secrets.token_hex(4)
+    protocol, manifest = protocol_of(directory, files), read_manifest(path)
+    if manifest.state != state:
+        text = to_json(dataclasses.replace(manifest, state=dict(state)))
+        protocol.replace(path / MANIFEST, text.encode(), nonce)
+    protocol.replace(directory / LATEST, f"{path.name}\n".encode(), nonce)
+    aside = []
+    for number, newer in reversed(steps(directory)):
+        if number <= manifest.step:
+            break
+        if not protocol.remove(newer, step_name(number)):
+            aside.append(directory / f"rewound-{newer.name}-{nonce}")
+            protocol.move(newer, aside[-1])
+    return aside

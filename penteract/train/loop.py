@@ -16,10 +16,14 @@ from penteract.config import Config
 from penteract.config_file import to_toml
 from penteract.mesh import Mesh, Traffic
 from penteract.parallel.pipeline.trace import Row, write_trace
+from penteract.train.alike import check_alike
+from penteract.train.gathered import traced, unreached
 from penteract.train.metrics import Metrics
+from penteract.train.replicas import Replicas
 from penteract.train.run import Run
 from penteract.train.saving import Saver
 from penteract.train.signals import StopRequest
+from penteract.train.spikes import Rewinds
 from penteract.train.task import Task
 from penteract.train.watchdog import Watchdog
 
@@ -47,6 +51,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest(config.train.max_minutes))
         stack.callback(task.close)
+        check_alike({"task": dict(task.state)}, world)
         held = agreed(world, lambda: stack.enter_context(lock(checkpoints)) if rank0 else None)
         metrics = agreed(world, lambda: _open_metrics(config, active=rank0))
         stack.callback(metrics.close)
@@ -63,24 +68,33 @@ def train(
         saved = None if found is None else run.step
         saver = Saver(run, checkpoints, metrics.say, saved=saved, held=held)
         stack.enter_context(saver)
+        rewinds = Rewinds(run, saver, checkpoints, metrics.say)
+        replicas = Replicas(run)
         evaluate_every = config.train.eval_every or steps
         first = run.step + 1
         while run.step < steps and not stop.agreed(world, device):
-            metrics.step(run.update() | saver.pause())
+            line = run.update() | saver.pause() | run.pace.line(run.step)
+            metrics.step(line | rewinds.look())
             if run.reported:
                 metrics.say(run.reported.said())
+            if rewinds.go_back():
+                replicas.checked = run.step
+                continue
             saver.look()
-            if rows := run.traced():
+            if rows := traced(run):
                 _write_trace(run, rows, metrics)
-            if run.step == first and (names := run.unreached()):
+            if run.step == first and (names := unreached(run)):
                 metrics.say(f"warning: no loss reaches {', '.join(names)}: they do not learn")
             last = run.step == steps
+            saving = last or (every > 0 and run.step % every == 0)
+            replicas.look(saving=saving)
             if task.validation and (last or run.step % evaluate_every == 0):
                 if not last and stop.agreed(world, device):
                     break
                 metrics.evaluation(run.step, run.evaluate())
-            if every and run.step % every == 0 and not last:
+            if saving and not last:
                 saver.save()
+        replicas.look(saving=True)
         saver.finish()
         if run.step < steps:
             metrics.say(f"stopped at step {run.step} of {steps} ({stop.reason or 'another rank'})")

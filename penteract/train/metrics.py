@@ -90,6 +90,8 @@ class Metrics:
                 f"{short(line['flops_per_second'])}FLOP/s  {line['step_ms']:.0f} ms  "
                 f"{line['memory_bytes'] / 2**30:.2f} GiB"
             )
+            for rank, times in line.get("slow", {}).items():
+                self.say(f"step {line['step']:>6}  slow: {rank} takes {times:.2f} times the median")
 
     def evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Record one evaluation: {validation set: loss in nats a token}."""

@@ -21,8 +21,9 @@ import math
 import socket
 import statistics
 import struct
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +41,38 @@ from penteract.parallel.pipeline.executor import Output
 log = logging.getLogger(__name__)
 
 LAST = 32  # steps that an outlier is measured by
+SLEEP_S = 1.0  # of a rank that is to be slow
 
 
 class HardwareError(RuntimeError):
     """The same inputs gave other numbers: a machine is at fault. Nothing of the step is kept."""
+
+
+Limits = tuple[float, float]  # of the loss, of the gradient norm
+NO_LIMITS: Limits = (math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a step came to, on the device."""
+
+    terms: dict[str, Tensor]
+    norm: Tensor
+    finite: Tensor  # on all ranks
+    within: Tensor  # loss and norm within their limits, on all ranks
+    zeros: list[Tensor]  # how many gradient elements are exactly 0, where that is asked for
+
+
+@dataclass(frozen=True)
+class Found:
+    """The same, read; and whether the update is made."""
+
+    terms: dict[str, float]
+    norm: float
+    finite: bool  # on all ranks
+    within: bool  # on all ranks
+    made: bool
+    zeros: list[float]
 
 
 class Outliers:
@@ -57,10 +86,18 @@ class Outliers:
     def add(self, loss: float, norm: float) -> None:
         self._seen.append((loss, norm))
 
-    def limits(self) -> tuple[float, float]:
-        """Of the loss and of the norm."""
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint says of them, so that a run that continues judges alike."""
+        return {} if self.deviations is None else {"outliers": [list(seen) for seen in self._seen]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Be as `state` of a checkpoint says; where it says nothing, begin anew."""
+        self._seen.clear()
+        self._seen.extend((loss, norm) for loss, norm in state.get("outliers", ()))
+
+    def limits(self) -> Limits:
         if self.deviations is None or 2 * len(self._seen) < LAST:
-            return math.inf, math.inf
+            return NO_LIMITS
         columns = list(zip(*self._seen, strict=True))
         loss, norm = (statistics.fmean(x) + self.deviations * statistics.stdev(x) for x in columns)
         return loss, norm
@@ -200,11 +237,21 @@ class Injected:
 
     def begin(self, step: int) -> float:
         """The factor of everything that a forward of `step` makes, run once more now."""
+        if self._due(step, ("slow",)):
+            time.sleep(SLEEP_S)
+        kind = self._due(step, self.FACTORS)
+        return 1.0 if kind is None else self.FACTORS[kind]
+
+    def flips(self, step: int) -> bool:
+        """Whether a bit of a weight is to be flipped now that `step` is done."""
+        return self._due(step, ("weight",)) is not None
+
+    def _due(self, step: int, kinds: Collection[str]) -> str | None:
         for (at, kind), left in self._left.items():
-            if at == step and left > 0:
+            if at == step and kind in kinds and left > 0:
                 self._left[at, kind] -= 1
-                return self.FACTORS[kind]
-        return 1.0
+                return kind
+        return None
 
 
 def spoiled(output: Output, factor: float) -> Output:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penteract.checkpoint.agreement import together
 from penteract.checkpoint.model import owned
 from penteract.checkpoint.plan import Shard
 from penteract.checkpoint.remote import Place
 from penteract.checkpoint.saving import Saving, save, start_save
 from penteract.checkpoint.writing import Staging
-from penteract.collectives import all_reduce_, exchange
+from penteract.collectives import all_reduce_
 from penteract.config import Config
 from penteract.mesh import Mesh
 from penteract.nn.sequences import Training
@@ -32,16 +28,22 @@ from penteract.optim.optimizer import build
 from penteract.optim.schedule import learning_rate
 from penteract.parallel.pipeline.executor import Output, Shape, Timed
 from penteract.parallel.pipeline.lowering import lower
-from penteract.parallel.pipeline.trace import Row
 from penteract.train.assembly import buffers_of, executor_of
 from penteract.train.loads import Loads
 from penteract.train.metrics import peak_memory_bytes
 from penteract.train.nonfinite import NonFiniteError, explain, first_parameter
+from penteract.train.pace import Pace
+from penteract.train.passed import Window, data_step
+from penteract.train.replicas import flip_bit
 from penteract.train.rerun import (
+    NO_LIMITS,
+    Found,
     Injected,
+    Limits,
     Outliers,
     Report,
     Seen,
+    Tried,
     add_bits,
     blame,
     differing,
@@ -53,28 +55,6 @@ from penteract.train.rerun import (
 from penteract.train.saved_state import held, load_weights, record, resume
 from penteract.train.task import Task
 from penteract.train.watchdog import Activity
-
-
-@dataclass(frozen=True)
-class Tried:
-    """What a step came to, on the device."""
-
-    terms: dict[str, Tensor]
-    norm: Tensor
-    finite: Tensor  # on all ranks
-    within: Tensor  # the norm within its limit, on all ranks
-    zeros: list[Tensor]  # how many gradient elements are exactly 0, where that is asked for
-
-
-@dataclass(frozen=True)
-class Found:
-    """The same, read; and whether the update is made."""
-
-    terms: dict[str, float]
-    norm: float
-    finite: bool  # on all ranks
-    made: bool
-    zeros: list[float]
 
 
 def read_values(values: Sequence[Tensor]) -> list[float]:
@@ -110,12 +90,15 @@ class Run:
         self.loads = Loads(task.model, mesh, device)
         self.optimizer = build(self.buffers, config.optim, mesh.axes, seed=config.train.seed)
         self.loss_scale = LossScale.of(config.optim, config.train.dtype)
-        deviations = config.train.outlier if config.train.rerun == "outliers" else None
-        self.outliers = Outliers(deviations)
+        self.passed: tuple[Window, ...] = ()  # of the data, where the run went back
+        self.spiked = False  # whether the last update is an outlier that was kept
+        judged = config.train.rerun == "outliers" or config.train.on_spike == "rewind"
+        self.outliers = Outliers(config.train.outlier if judged else None)
         self.injected = Injected(config.train.inject, mesh.rank)
         self.bits = torch.zeros((), dtype=torch.int64, device=device)  # of this rank's gradients
         if config.train.rerun != "off":
             self.buffers.on_own = functools.partial(add_bits, self.bits)
+        self.pace = Pace(mesh, device, config.log)
         self.reported: Report | None = None  # of the last update, where it was run again
         self.step = self.tokens = self.skipped = 0
         self.unused: list[str] = []  # parameters that this rank's last step did not reach
@@ -126,20 +109,25 @@ class Run:
     def update(self) -> dict[str, Any]:
         """Do one update; its line of metrics. Raises NonFiniteError on every rank alike."""
         began = time.perf_counter()
+        self.pace.begin(self.step + 1)
         self.activity.step = step = self.step + 1
         self.reported = None
         self.activity.now("reading samples")
-        batches = self.task.batches(step)
+        at = data_step(step, self.passed)
+        batches = self.task.batches(at)
         loaded = time.perf_counter()
-        loss_limit, norm_limit = self.outliers.limits()
-        tried = self._try(step, batches, norm_limit)
+        limits = self.outliers.limits()
+        tried = self._try(step, batches, limits)
         computed = time.perf_counter()
         lr = learning_rate(step, self.config.optim)
-        good = tried.finite & tried.within & (sum(tried.terms.values()) <= loss_limit)
+        good = tried.finite
+        if self.config.train.rerun == "outliers":
+            good = good & tried.within
         self._apply(tried, lr, good)
         found = self._read(tried, good)
         if not found.made and self.config.train.rerun != "off" and not self._is_scaled(found):
-            found = self._again(step, batches, lr, found)
+            found = self._again(step, batches, lr, found, limits)
+        self.spiked = found.made and not found.within
         skipped, norm_value = not found.made, found.norm
         extra = self._after(step, found, scaled=self._is_scaled(found))
         if found.made:
@@ -148,8 +136,11 @@ class Run:
             extra["zero_gradients"] = int(found.zeros[0])
         if self.config.moe is not None and step % self.config.log.every == 0:
             extra["experts"] = self.loads.line()
+        if self.injected.flips(at):
+            flip_bit(self)
+        self.pace.end(step)
         done = time.perf_counter()
-        tokens = self.task.tokens(step)
+        tokens = self.task.tokens(at)
         self.step, self.tokens = step, self.tokens + tokens
         times = [done - began, loaded - began, computed - loaded, done - computed]
         worst = torch.tensor([*times, peak_memory_bytes(self.device)], dtype=torch.float64)
@@ -164,7 +155,7 @@ class Run:
             "lr": lr,
             "tokens": self.tokens,
             "tokens_per_second": tokens / seconds,
-            "flops_per_second": self.task.flops(step) / seconds,
+            "flops_per_second": self.task.flops(at) / seconds,
             "memory_bytes": int(memory),
             "step_ms": round(1e3 * seconds, 3),
             "data_wait_ms": wait_ms,
@@ -172,8 +163,9 @@ class Run:
             "update_ms": update_ms,  # norm, clipping, optimizer
         }
 
-    def _try(self, step: int, batches: Sequence[Any], norm_limit: float = math.inf) -> Tried:
+    def _try(self, step: int, batches: Sequence[Any], limits: Limits = NO_LIMITS) -> Tried:
         """Losses and gradients of a step; nothing else is changed."""
+        loss_limit, norm_limit = limits
         self.bits.zero_()
         parts = self._gradients(step, batches)
         self.activity.now("the update")
@@ -183,6 +175,7 @@ class Run:
         norm = gradient_norm(self.buffers, self.mesh.axes, order=order) / self.loss_scale.scale
         losses, finite, within = self._agreed(parts, norm, norm_limit)
         zeros = [count_zeros(self.buffers, self.mesh.axes)] if self.config.log.zeros else []
+        within = within & (sum(losses.values()) <= loss_limit)
         return Tried(losses, norm, finite, within, zeros)
 
     def _apply(self, tried: Tried, lr: float, good: Tensor) -> None:
@@ -192,10 +185,11 @@ class Run:
         self.optimizer.step(lr, torch.where(good, clip, 1.0), ~good)
 
     def _read(self, tried: Tried, good: Tensor) -> Found:
-        values = [tried.norm, tried.finite, good, *tried.terms.values(), *tried.zeros]
-        norm, finite, made, *rest = self.read(values)
+        flags = [tried.finite, tried.within, good]
+        values = self.read([tried.norm, *flags, *tried.terms.values(), *tried.zeros])
+        norm, finite, within, made, *rest = values
         terms = dict(zip(tried.terms, rest, strict=False))
-        return Found(terms, norm, bool(finite), bool(made), rest[len(terms) :])
+        return Found(terms, norm, bool(finite), bool(within), bool(made), rest[len(terms) :])
 
     def _is_scaled(self, found: Found) -> bool:
         """Whether too large a loss scale is why a step is not finite: it shows in gradients, never
@@ -204,10 +198,12 @@ class Run:
         losses = all(map(math.isfinite, found.terms.values()))
         return self.loss_scale.dynamic and losses and not found.finite
 
-    def _again(self, step: int, batches: Sequence[Any], lr: float, found: Found) -> Found:
+    def _again(
+        self, step: int, batches: Sequence[Any], lr: float, found: Found, limits: Limits
+    ) -> Found:
         """Run a bad step once more: what counts then. Raises HardwareError."""
         first = Seen(found.terms, found.norm, int(self.bits))
-        tried = self._try(step, batches)
+        tried = self._try(step, batches, limits)
         found = self._read(tried, tried.finite)
         second = Seen(found.terms, found.norm, int(self.bits))
         ranks = differing(first, second, self.mesh.axis("world"))
@@ -215,7 +211,7 @@ class Run:
             raise blame(step, first, second, ranks)
         if found.made:
             self._apply(tried, lr, tried.finite)
-        facts: dict[str, Any] = {"samples": self.task.describe(step)}
+        facts: dict[str, Any] = {"samples": self._samples(step)}
         if not found.made:
             facts["first_gradient"] = first_parameter(self.buffers, self.mesh.axis("world"))
             with watching_modules(self.task.model) as names:
@@ -237,7 +233,7 @@ class Run:
         train = self.config.train
         if self.skipped > (train.max_skips if train.on_nonfinite == "skip" or scaled else 0):
             where = first_parameter(self.buffers, self.mesh.axis("world"))
-            samples = self.task.describe(step)
+            samples = self._samples(step)
             again = f"; {self.reported.again()}" if self.reported else ""
             said = explain(step, found.terms, found.norm, where, samples, self.skipped, again=again)
             raise NonFiniteError(said)
@@ -262,7 +258,7 @@ class Run:
         scale, share = scales[0], scales[-1]
         dp = self.mesh.axis("dp")
 
-        factor = self.injected.begin(step)
+        factor = self.injected.begin(data_step(step, self.passed))
 
         def forward(stage: int, i: int, stream: Tensor | None) -> Output:
             training = Training(self.config.train.seed, step, i * dp.size + dp.rank, share)
@@ -280,22 +276,15 @@ class Run:
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         return {**dict.fromkeys(self.task.terms, nothing), **terms}
 
+    def _samples(self, step: int) -> list[str]:
+        """What a step saw, for messages."""
+        return self.task.describe(data_step(step, self.passed))
+
     def _auxiliary(self) -> dict[str, Tensor]:
         """This rank's parts of the losses of its routers, as `_agreed` wants them."""
         self.loads.sum_up()
         tp, parts = self.mesh.axis("tp"), self.loads.losses(list(self.task.auxiliary))
         return {name: part * tp.size for name, part in parts.items()}
-
-    def traced(self) -> list[Row]:
-        """When every action of a traced step ran, of all ranks, which call it together; else []."""
-        if self.times is None:
-            return []
-        rank = self.mesh.rank
-        rows = [(rank, *dataclasses.astuple(t.action), t.start, t.end) for t in self.times]
-        answers = exchange(json.dumps(rows).encode(), self.mesh.axis("world"))
-        every = [row for answer in answers for row in json.loads(answer)]
-        first = min(start for *_, start, _ in every)
-        return [(*what, start - first, end - first) for *what, start, end in every]
 
     def _agreed(
         self, losses: dict[str, Tensor], norm: Tensor, norm_limit: float
@@ -314,18 +303,6 @@ class Run:
         *sums, fault, over = all_reduce_(parts, self.mesh.axis("world")).unbind()
         finite = torch.isfinite(fault + sum(sums))
         return dict(zip(losses, sums, strict=True)), finite, over == 0
-
-    def unreached(self) -> list[str]:
-        """Names of parameters that no data rank's last step reached; all ranks call it together."""
-        world = self.mesh.axis("world")
-        some = torch.tensor(float(bool(self.unused)), device=self.device)
-        if not any(self.read([all_reduce_(some, world, "max")])):
-            return []
-        answers = together(world, lambda: self.unused)
-        # Ranks of one such group hold the same parameters, whole or in part.
-        groups = self.mesh.grid.groups("tp-dp-cp").tolist()
-        found = [set.intersection(*(set(answers[rank]) for rank in group)) for group in groups]
-        return sorted(set[str]().union(*found))
 
     def _totals(self, *several: Sequence[Tensor | float]) -> Tensor:
         """[n]: n lists, each summed over this rank's parts and the data ranks, in one message."""

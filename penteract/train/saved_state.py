@@ -23,6 +23,7 @@ from penteract.optim.optimizer import Optimizer
 from penteract.parallel.buffers import Buffers
 from penteract.train.batch_ramp import ramp_until
 from penteract.train.partial import left_out, matches, taken
+from penteract.train.passed import data_step, from_state, to_state
 from penteract.train.task import Task
 from penteract.train.upcycle import blocks_to_fill, few, note, source
 
@@ -51,10 +52,12 @@ def record(run: Run) -> Record:
     state = {
         "step": run.step,
         "tokens": run.tokens,
-        "cursor": run.task.cursor(run.step),
+        "cursor": run.task.cursor(data_step(run.step, run.passed)),
         "updates": run.optimizer.updates,
         "loss_scale": run.loss_scale.state(),
         "skipped": run.skipped,
+        **to_state(run.passed),
+        **run.outliers.state(),
         **run.task.state,
     }
     grid = dataclasses.asdict(run.mesh.grid)
@@ -88,6 +91,8 @@ def resume(run: Run, path: Place, *, check_hashes: bool) -> list[str]:
     start_state(run.buffers, run.optimizer, fresh)
     run.step, run.tokens = manifest.state["step"], manifest.state["tokens"]
     run.skipped = manifest.state.get("skipped", 0)
+    run.passed = from_state(manifest.state)
+    run.outliers.load(manifest.state)
     run.buffers.publish(frozen=True)
     run.optimizer.updates = manifest.state["updates"]
     run.loss_scale.load(manifest.state.get("loss_scale"))
@@ -101,7 +106,7 @@ def check_same(path: Place, manifest: Manifest, config: Config, task: Task) -> N
     theirs = from_dict(manifest.config)  # with the defaults of keys that came after it
     mine = _compared(config, task.state)
     saved = _compared(theirs, {key: state.get(key) for key in task.state})
-    seen, step = state["cursor"], state["step"]
+    seen, step = state["cursor"], data_step(state["step"], from_state(state))
     if (would_have := task.cursor(step)) != seen:
         ramp = [list(entry) for entry in ramp_until(step, theirs.train)]
         raise ConfigError(

@@ -17,6 +17,7 @@ from penteract.checkpoint.writing import Staging
 from penteract.train.nonfinite import NonFiniteError
 from penteract.train.rerun import HardwareError
 from penteract.train.run import Run
+from penteract.train.spikes import SpikeError
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, NonFiniteError | HardwareError):  # on all ranks alike
+        if isinstance(error, NonFiniteError | HardwareError | SpikeError):  # on all ranks alike
             try:
                 self._settle(wait=True)
             except SaveError as fault:
@@ -111,6 +112,11 @@ class Saver:
                 raise
             newest = "none" if self.saved is None else f"step {self.saved}"
             self._tell(f"{error}; going on, the newest on the disk is {newest}")
+
+    def land(self) -> None:
+        """Return once no save is in flight."""
+        with self._faults():
+            self._settle(wait=True)
 
     def _begin(self) -> None:
         self._check_directory()

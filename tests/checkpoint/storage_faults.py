@@ -145,4 +145,12 @@ class DyingObjects(Objects):
         if below := path.find():  # die half-way: some of its files are gone
             (path / below[-1]).unlink()
             self.step()
-        super().remove(path)
+        if path.exists():
+            super().remove(path)
+
+    def copy(self, source: Remote, target: Remote) -> None:
+        self.step()
+        first = next(source.iterdir())  # die half-way: one of its files is there
+        super().put(target / first.name, first.read_bytes())
+        self.step()
+        super().copy(source, target)

@@ -28,7 +28,16 @@ from penteract.checkpoint.io import Record, load, lock, read_tensor, save
 from penteract.checkpoint.remote import Objects, Place, Remote, place
 from penteract.checkpoint.reshard import reshard
 from penteract.checkpoint.saving import start_save
-from penteract.checkpoint.steps import find_step, latest_good, pin, pointed, retain, unpin
+from penteract.checkpoint.steps import (
+    find_step,
+    go_back,
+    latest_good,
+    pin,
+    pointed,
+    retain,
+    steps,
+    unpin,
+)
 from penteract.checkpoint.writing import Staging
 from penteract.cli import main
 from penteract.mesh import single
@@ -71,6 +80,33 @@ def test_what_a_save_leaves_and_what_is_read_of_it(url: str) -> None:
     assert torch.equal(read_tensor(one, "w"), labelled((4, 4)))
     assert inspect(one)[0] == "step 1: 1 tensors, 16 elements, 64 bytes in 1 files"
     assert [verify(step) for step in (one, two)] == [[], []]
+
+
+def test_death_at_every_operation_of_going_back(url: str) -> None:
+    """The newest step is a whole one of before or after it; then going back once more does it."""
+    for last in range(100):
+        folder = f"{url}/{last}"
+        one, two, three, _ = (put(folder, step) for step in (1, 2, 3, 4))
+        pin(three)
+        files, state = DyingObjects(last), {"windows": [2]}
+        try:
+            go_back(two, state, files=files)
+        except Dead:
+            newest = latest_good(folder, hashes=True, fall_back=True)
+            assert newest is not None
+            assert newest != one
+            again = go_back(two, state)
+        else:
+            again = []
+        assert [number for number, _ in steps(folder)] == [1, 2], last
+        assert latest_good(folder, hashes=True) == pointed(folder) == two
+        assert read_manifest(two).state == state
+        kept = [name for name in names(folder) if name.startswith("rewound-")]
+        assert any(verify(place(folder) / name) == [] for name in kept)
+        if files.done < last:
+            break
+    assert last > 5
+    assert not again
 
 
 @pytest.mark.parametrize("again", [False, True])
