@@ -43,6 +43,7 @@ ARROW: tuple[tuple[str, ...] | set[str], ...] = (
         "checkpoint_command",
         "options",
         "launch",
+        "generate_command",
         "local_ranks",
         "cli",
         "__main__",
