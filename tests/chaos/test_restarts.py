@@ -64,3 +64,30 @@ def test_a_run_ends_on_three_ranks_then_two(tmp_path: Path) -> None:
     assert len(found) == STEPS
     np.testing.assert_allclose(found, wanted, rtol=1e-9)
     wait_until(lambda: not any(alive(int(f.read_text())) for f in pids.iterdir()), within_s=10)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run_again(tmp_path: Path) -> None:
+    """A rank is killed, twice; the run is the undisturbed one to the bit."""
+    sections = {"train": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 3}}
+    config = write_config(tmp_path, sections)
+    run(["train", config, f"--log.dir={tmp_path / 'whole'}"], 2)
+    pids, gone = tmp_path / "pids", tmp_path / "gone"
+    pids.mkdir()
+    gone.write_text("")
+    (tmp_path / "sitecustomize.py").write_text(GONE.format(gone=str(gone), pids=str(pids)))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    torchrun = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 3 -m penteract train"
+    with (tmp_path / "err").open("w") as err:
+        words = [sys.executable, *torchrun.split(), str(config)]
+        launcher = subprocess.Popen(words, env=env, stderr=err)
+    try:
+        for rank, done in (("1", 10), ("0", 30)):
+            wait_until(lambda done=done: steps_done(tmp_path / "run") >= done, within_s=300)
+            os.kill(int((pids / rank).read_text()), signal.SIGKILL)
+        assert launcher.wait(300) == 0, (tmp_path / "err").read_text()
+    finally:
+        launcher.kill()
+    assert (tmp_path / "err").read_text().count("continuing ") == 2
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    wait_until(lambda: not any(alive(int(f.read_text())) for f in pids.iterdir()), within_s=10)
