@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 FILE_ERRORS = (
     FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError,
-    ConnectionError,  # with the name of a file: checkpoints at a URL
 )  # fmt: skip
 
 
@@ -55,10 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _verdict(error: Exception) -> tuple[int, str]:
     """The exit code that an error gives, and what is shown of it."""
-    from penteract.checkpoint.format import SaveError
+    from penteract.checkpoint.format import SaveError, StoreError
 
     if isinstance(error, UserError):
-        return 1 if isinstance(error, SaveError) else 2, f"penteract: {error}"
+        return 1 if isinstance(error, SaveError | StoreError) else 2, f"penteract: {error}"
+    if isinstance(error, ConnectionError) and error.filename:  # of a checkpoint at a URL
+        return 1, f"penteract: {error.filename}: {error.strerror}"
     if isinstance(error, FILE_ERRORS) and error.filename:
         return 2, f"penteract: {error.filename}: {error.strerror}"
     from penteract.parallel.pipeline.executor import StalledError
@@ -121,9 +122,13 @@ def _train_local(config: Config, arguments: argparse.Namespace) -> int:
             fitted(config, n)
             counts.append(n)
 
+    known: list[int | None] = [None]
+
     def newest() -> int | None:
-        step = pointed(directory)  # moves with each save, past damaged steps too
-        return None if step is None else int(step.name.removeprefix("step-"))
+        with contextlib.suppress(ConnectionError):  # else what is known
+            step = pointed(directory)  # moves with each save, past damaged steps too
+            known.append(None if step is None else int(step.name.removeprefix("step-")))
+        return known[-1]
 
     restarts = Restarts(arguments.max_restarts, newest, counts)
     return start_local(most, _for_ranks(arguments.argv), restarts=restarts)
@@ -149,6 +154,7 @@ def _train_rank(config: Config) -> int:
     if chosen and launch.rank == 0:
         print(chosen, file=sys.stderr, flush=True)
     with StopRequest(config.train.max_minutes) as stop:
+        from penteract.checkpoint.agreement import agreed
         from penteract.mesh import create_mesh, world_axis
         from penteract.train.alike import check_alike, facts_of
         from penteract.train.language_model import language_model
@@ -156,7 +162,8 @@ def _train_rank(config: Config) -> int:
 
         with stop.released():
             device = connect(launch, device=config.train.device, timeout_s=_patience_s(config))
-        check_alike({**surroundings(), **facts_of(config)}, world_axis())
+        world = world_axis()
+        check_alike(agreed(world, lambda: {**surroundings(), **facts_of(config)}), world)
         mesh = create_mesh(_grid(config, launch.world), launch.rank)
         task, config = language_model(config, mesh, device)
         train_loop(task, config, mesh, device, stop=stop, report=report_failure)

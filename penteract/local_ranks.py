@@ -66,17 +66,18 @@ def start_local(
         _refuse(f"--nproc {nproc}: at least 1 rank")
     stop, words = _Stop(grace_s), [*command, *argv]
     counts = [n for n in restarts.counts if n < nproc]
-    fruitless, reached = 0, restarts.progress()
+    fruitless, reached = 0, restarts.progress() if restarts.most else None
     with _handling(stop):
         while True:
             code = _run(nproc, words, stop)
             if code == 0 or code in FINAL or stop.number:
                 return code
+            if not restarts.most:
+                return code
             before, reached = reached, restarts.progress()
             fruitless = fruitless + 1 if reached == before else 0
-            if fruitless > restarts.most or not restarts.most:
-                if restarts.most:
-                    _say(f"given up: {fruitless} failures in a row {_from(reached)}")
+            if fruitless > restarts.most:
+                _say(f"given up: {fruitless} failures in a row {_from(reached)}")
                 return code
             if fruitless and counts:
                 nproc = counts.pop(0)

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 LATEST = "latest"
 STEP = re.compile(r"step-([0-9]{8,18})")
 OLD = re.compile(r"\.old-(step-[0-9]{8,18})-[0-9a-f]+")
-_LEFTOVER = re.compile(r"\.tmp-step-[0-9]{8,18}-[0-9a-f]+|\.latest-[0-9a-f]+")
+_LEFTOVER = re.compile(r"\.tmp-step-[0-9]{8,18}-[0-9a-f]+|\.(?:latest|new)-[0-9a-f]+")
 _WRITTEN = re.compile(r"rank-[0-9]{5}(?:-([0-9a-f]+))?\.safetensors")
 
 
@@ -60,8 +60,8 @@ class CommitProtocol(Protocol):
     def tidy(self, directory: Any) -> None:
         """Clear away what dead writers left, with a log line each. Only the one writer may."""
 
-    def replace(self, file: Any, data: bytes, nonce: str) -> None:
-        """Write a small file, old or new at every moment."""
+    def replace(self, directory: Any, file: Any, data: bytes) -> None:
+        """Write a small file in a folder of steps or below, old or new at every moment."""
 
     def move(self, step: Any, target: Any) -> None:
         """Give a step another name, under which it is none."""
@@ -118,12 +118,12 @@ class Renames:
         files.rename(home, step)
         files.sync_directory(directory)
         if point:
-            self.replace(directory / LATEST, f"{step.name}\n".encode(), nonce)
+            self.replace(directory, directory / LATEST, f"{step.name}\n".encode())
         if replacing:
             files.remove(aside)
 
-    def replace(self, file: Path, data: bytes, nonce: str) -> None:
-        fresh = file.with_name(f".{file.name}-{nonce}")
+    def replace(self, directory: Path, file: Path, data: bytes) -> None:
+        fresh = directory / f".new-{secrets.token_hex(4)}"
         with HashedFile(fresh, self.files) as out:
             out.write(data)
             out.finish()
@@ -214,7 +214,7 @@ class Manifests:
         for name in sorted(written.keys() - named.keys()):
             self.files.remove(step / name)
 
-    def replace(self, file: Remote, data: bytes, nonce: str) -> None:
+    def replace(self, directory: Remote, file: Remote, data: bytes) -> None:
         self.files.put(file, data)
 
     def move(self, step: Remote, target: Remote) -> None:

@@ -12,6 +12,7 @@ from penteract.checkpoint.format import (
     DTYPES,
     MANIFEST,
     MANIFEST_LIMIT_BYTES,
+    UNEQUAL,
     CheckpointError,
     Manifest,
     check_header_length,
@@ -65,7 +66,7 @@ def check_files(
 ) -> list[str]:
     """What is wrong with these files of a step, one line each; `hashes` reads them whole.
 
-    `told` hears of the bytes that were looked at, as it goes.
+    `told` hears of the bytes that were looked at, as it goes; of 0 where a file is begun.
 
     Without hashes: each is a regular file of the right length, and its header lists the keys,
     dtypes and shapes that the manifest says. The library opens only files that passed.
@@ -77,6 +78,7 @@ def check_files(
             expected[stored.file][stored.key] = entry
     faults = []
     for name in names:
+        told(0)
         try:
             _check_file(place(path) / name, manifest, expected[name], hashes=hashes, told=told)
         except CheckpointError as error:
@@ -145,6 +147,8 @@ def verify(
         return [str(error)]
     mine = sorted(manifest.files)[deal[0] :: deal[1]]
     faults = check_files(path, manifest, mine, hashes=hashes, told=told)
+    if unequal := manifest.state.get(UNEQUAL):
+        faults.append(f"{path}: copies were not equal when it was saved: {unequal}")
     if path.name.startswith("step-") and path.name.removeprefix("step-").isdecimal():
         named = int(path.name.removeprefix("step-"))
         if named != manifest.step:

@@ -39,12 +39,19 @@ DTYPES = {
 _ITEM_BYTES = dict(DTYPES.values())
 
 
+UNEQUAL = "unequal"  # key of the state of a step that was saved although copies differed
+
+
 class CheckpointError(UserError):
     """A checkpoint that cannot be trusted or loaded; the message names file and reason."""
 
 
 class SaveError(CheckpointError):
     """A checkpoint that could not be written: a fault of the machine, not of the user's input."""
+
+
+class StoreError(CheckpointError):
+    """A store at a URL that cannot be asked: nothing is known of what is there."""
 
 
 class LateSaveError(SaveError):

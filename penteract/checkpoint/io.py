@@ -94,6 +94,7 @@ def _fill(
 ) -> None:
     """Copy each read's box into its target, a bucket at a time. Files were checked before."""
     for file, in_file in groupby(reads, key=lambda read: read.file):
+        told(0)
         with open_tensors(path / file) as opened:
             for read in in_file:
                 shard, target = wanted[read.target]

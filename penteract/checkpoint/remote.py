@@ -196,7 +196,14 @@ class Objects:
             file.close()
 
     def close(self, file: BinaryIO) -> None:
-        """Of one that is synced, or that is no longer wanted: its faults are no news."""
+        """Of one that is synced, or that is no longer wanted: then no more of it is sent."""
+        if file.closed:
+            return
+        upload = cast(Any, file)
+        # Not all have `discard`, or can be closed so; their faults are no news.
+        with contextlib.suppress(Exception):
+            upload.discard()
+            upload.closed = True
         with contextlib.suppress(OSError):
             self.sync(file)
 

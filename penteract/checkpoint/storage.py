@@ -40,9 +40,10 @@ class Files:
     def make_directory(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
-    def free_bytes(self, path: Path) -> int:
-        """Of the file system that a directory is on."""
-        return shutil.disk_usage(path).free
+    def free_bytes(self, path: Path) -> int | None:
+        """Of the file system that a directory is on, where it says."""
+        usage = shutil.disk_usage(path)
+        return usage.free if usage.total else None
 
     def create(self, path: Path) -> BinaryIO:
         """A new file, unbuffered: what a write returned from is in the kernel's hands."""
@@ -149,7 +150,7 @@ def in_use(path: Place) -> Iterator[None]:
     with path.open("rb") as file:
         try:
             if not _shared(file) or (
-                isinstance(path, Path) and not _same_file(path, file.fileno())
+                isinstance(path, Path) and not _is(path, os.fstat(file.fileno()))
             ):
                 raise CheckpointError(f"{path.parent}: is being removed by a run")
         except OSError as error:
@@ -217,13 +218,15 @@ def lock(directory: Place | str) -> Iterator[Callable[[], bool]]:
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, me, 0)
-        yield lambda: _same_file(path, descriptor)
+        here = directory.stat()
+        yield lambda: _is(directory, here)
     finally:
         os.close(descriptor)
 
 
-def _same_file(path: Path, descriptor: int) -> bool:
+def _is(path: Path, stat: os.stat_result) -> bool:
+    """Whether there is still the same file or directory."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
+        return os.path.samestat(path.stat(), stat)
     except OSError:
         return False

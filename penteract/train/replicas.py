@@ -121,7 +121,10 @@ class Replicas:
 
 
 def check_replicas(run: Run) -> None:
-    """Raise HardwareError on every rank where copies of anything differ; all ranks together."""
+    """Raise HardwareError on every rank where copies of anything differ; all ranks together.
+
+    `run.unequal` says it then, which marks what is saved.
+    """
     run.buffers.wait()
     found = [item for item in copied(run) if any(axis.size > 1 for axis in item.axes)]
     unequal = _unequal(found, run.device)
@@ -132,7 +135,13 @@ def check_replicas(run: Run) -> None:
     mine = dict(chain.from_iterable(item.boxes() for item in unequal[:MOST]))
     sums = {name: int(bit_sum(x)) for name, x in mine.items()}
     told = exchange(json.dumps([socket.gethostname(), sums]).encode(), world)
-    raise _blame(run.step, [json.loads(answer) for answer in told])
+    facts = _facts([json.loads(answer) for answer in told])
+    run.unequal = facts
+    raise HardwareError(
+        f"after step {run.step} copies that must be equal to the bit are not: {facts}; of two that "
+        "differ both are named. This step is saved and marked, so that no run continues it by "
+        "itself. Test or replace that machine before going on from the step before"
+    )
 
 
 def _unequal(found: Sequence[Copied], device: torch.device) -> list[Copied]:
@@ -183,7 +192,7 @@ def _factors(stream: str, n: int, device: torch.device) -> Tensor:
     return (words[:n] << 32) | words[n:] | 1
 
 
-def _blame(step: int, told: Sequence[tuple[str, Mapping[str, int]]]) -> HardwareError:
+def _facts(told: Sequence[tuple[str, Mapping[str, int]]]) -> str:
     """What is said of copies whose sums of bits are these, by rank, each with its host."""
     holders: dict[str, dict[int, list[int]]] = {}
     for rank, (_, sums) in enumerate(told):
@@ -199,11 +208,7 @@ def _blame(step: int, told: Sequence[tuple[str, Mapping[str, int]]]) -> Hardware
     names = [*sorted(differ)[:MOST], *(["…"] if len(differ) > MOST else [])]
     tensors = ", ".join(names) or "no tensor's own elements: padding, or sums that were wrong once"
     ranks = ", ".join(f"rank {rank} ({told[rank][0]})" for rank in sorted(odd)) or "no rank"
-    return HardwareError(
-        f"after step {step} copies that must be equal to the bit are not: {tensors}. The odd ones: "
-        f"{ranks}; of two that differ both are named. Nothing was saved since the last equal ones. "
-        "Test or replace that machine before going on from the newest checkpoint"
-    )
+    return f"{tensors}. The odd ones: {ranks}"
 
 
 def flip_bit(run: Run) -> None:

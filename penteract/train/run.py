@@ -90,6 +90,7 @@ class Run:
         self.loads = Loads(task.model, mesh, device)
         self.optimizer = build(self.buffers, config.optim, mesh.axes, seed=config.train.seed)
         self.loss_scale = LossScale.of(config.optim, config.train.dtype)
+        self.unequal = ""  # copies that are not, see `replicas`
         self.passed: tuple[Window, ...] = ()  # of the data, where the run went back
         self.spiked = False  # whether the last update is an outlier that was kept
         judged = config.train.rerun == "outliers" or config.train.on_spike == "rewind"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penteract.checkpoint.agreement import agreed, together
 from penteract.checkpoint.difference import unlike
-from penteract.checkpoint.format import Manifest, StoredTensor
+from penteract.checkpoint.format import UNEQUAL, Manifest, StoredTensor
 from penteract.checkpoint.io import Record, load, read_manifest
 from penteract.checkpoint.model import STATE_PREFIXES, kept, owned
 from penteract.checkpoint.plan import Shard, changed_state, stored_as
@@ -59,6 +59,7 @@ def record(run: Run) -> Record:
         **to_state(run.passed),
         **run.outliers.state(),
         **run.task.state,
+        **({UNEQUAL: run.unequal} if run.unequal else {}),
     }
     grid = dataclasses.asdict(run.mesh.grid)
     layout = {key: value for key, value in grid.items() if isinstance(value, int | str)}

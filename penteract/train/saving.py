@@ -97,6 +97,8 @@ class Saver:
         if isinstance(error, NonFiniteError | HardwareError | SpikeError):  # on all ranks alike
             try:
                 self._settle(wait=True)
+                if self.run.unequal:
+                    self._save_now()
             except SaveError as fault:
                 self.say(f"cannot save: {fault}")
         elif self._flight is not None:
@@ -108,7 +110,8 @@ class Saver:
         try:
             yield
         except SaveError as error:
-            if self._options.on_error == "stop":
+            # What hangs may still be written later: nothing else is to be written beside it.
+            if self._options.on_error == "stop" or isinstance(error, LateSaveError):
                 raise
             newest = "none" if self.saved is None else f"step {self.saved}"
             self._tell(f"{error}; going on, the newest on the disk is {newest}")

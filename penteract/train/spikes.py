@@ -69,7 +69,8 @@ class Rewinds:
         for number in together(world, listed)[0]:
             path, deal = self.directory / step_name(number), (world.rank, world.size)
             hashes = options.verify == "hashes"
-            answers = together(world, partial(verify, path, hashes=hashes, deal=deal))
+            told = self.run.activity.told(f"checking {path}")
+            answers = together(world, partial(verify, path, hashes=hashes, deal=deal, told=told))
             faults = dict.fromkeys(fault for answer in answers for fault in answer)
             if not faults:
                 return int(number)

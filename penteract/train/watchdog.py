@@ -33,15 +33,18 @@ class Activity:
         self.step = 0
         self.what: object = "starting"
         self.at = time.monotonic()
+        self.patient = False  # ranks may wait long for the one that has most to do
 
-    def now(self, what: object) -> None:
+    def now(self, what: object, *, patient: bool = False) -> None:
         """`what` begins; it is shown as text where that is needed."""
-        self.what, self.at = what, time.monotonic()
+        self.what, self.at, self.patient = what, time.monotonic(), patient
 
     def told(self, what: object) -> Callable[[int], None]:
-        """For `what` goes on part by part, such as reading: hears of each part's bytes."""
-        self.now(what)
-        return lambda more_bytes: self.now(what)
+        """For what goes on part by part, such as reading: hears of each part's bytes. A rank that
+        has done its own waits for the others, whose own watchdogs look after them.
+        """
+        self.now(what, patient=True)
+        return lambda more_bytes: self.now(what, patient=True)
 
 
 class Watchdog(AbstractContextManager["Watchdog"]):
@@ -77,6 +80,8 @@ class Watchdog(AbstractContextManager["Watchdog"]):
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self.limit_s / 4)):
             axis, traffic = self._last_message()
+            if self.activity.patient and traffic.at > self.activity.at:
+                continue
             silent_s = time.monotonic() - max(self.activity.at, traffic.at)
             if silent_s > self.limit_s:
                 self._found.set()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoint.storage_faults import Dead, Dying, FullDisk, Held, labelled, wholes
 
+from penteract.checkpoint.agreement import PeerError
 from penteract.checkpoint.examine import verify
 from penteract.checkpoint.format import CheckpointError
 from penteract.checkpoint.io import Record, load, read_tensor, save
@@ -174,7 +175,7 @@ def test_a_fault_that_is_not_of_storage_keeps_its_own_type(tmp_path: Path) -> No
 
     def body() -> None:
         broken = world_axis().rank == 1
-        with pytest.raises(AssertionError if broken else CheckpointError, match="a bug"):
+        with pytest.raises(AssertionError if broken else PeerError, match="a bug"):
             save_as(tmp_path, 1, Broken() if broken else Files())
 
     run_ranks(body, 2)

@@ -339,6 +339,7 @@ def test_leftovers_of_dead_writers_go_at_the_next_save(
     shutil.copytree(one, tmp_path / ".tmp-step-00000002-ab12")
     shutil.copytree(one, tmp_path / ".old-step-00000001-ab12")
     (tmp_path / ".latest-ab12").write_text("step")
+    (tmp_path / ".new-ab12").write_text("manifest")
     (tmp_path / "step-00000001.backup").mkdir()
     put(tmp_path, 3)
     left = {path.name for path in tmp_path.iterdir()}

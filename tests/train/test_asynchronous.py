@@ -198,15 +198,18 @@ def test_a_signal_waits_for_the_save_in_flight(tmp_path: Path, config: Path, ran
     assert f"stopped at step {last} of 100000" in ranks.err[0]
 
 
-def test_a_save_that_never_ends_is_reported_at_the_end(tmp_path: Path, config: Path) -> None:
+@pytest.mark.parametrize("steps", [3, 5])
+def test_a_save_that_never_ends_ends_the_run(tmp_path: Path, config: Path, steps: int) -> None:
+    """At its end, or where the next is due: what hangs may still write later, beside others."""
+
     def prepare(rank: int) -> None:
         from penteract.checkpoint import background
 
         background.STOP_S = 0.2  # type: ignore[misc]
         held_up(tmp_path)(rank)
 
-    words = ["train", config, "--train.steps=3", "--checkpoint.flush_s=0.3"]
-    ranks = run(words, 2, code=1, prepare=prepare)
+    words = [f"--train.steps={steps}", "--checkpoint.flush_s=0.3", "--checkpoint.on_error=go_on"]
+    ranks = run(["train", config, *words], 2, code=1, prepare=prepare)
     for said in ranks.err:
         assert "step-00000002: given up, its files take too long to write" in said
     assert latest_good(tmp_path / "run/checkpoints") is None

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from runs import curve, newest, run, write_config
+from runs import curve, run, write_config
 
+from penteract.checkpoint.examine import verify
+from penteract.checkpoint.steps import steps
 from penteract.collectives import exchange
 from penteract.config import resolve
 from penteract.config_file import from_dict
@@ -141,7 +143,7 @@ def test_the_sum_sees_every_bit_every_swap_and_the_sign_of_zero(dtype: torch.dty
 INJECT = {"step": 4, "rank": 1, "kind": "weight"}
 
 
-def test_a_run_ends_before_it_saves_a_damaged_copy(tmp_path: Path) -> None:
+def test_a_damaged_copy_is_saved_with_a_mark_and_not_gone_on_from(tmp_path: Path) -> None:
     sections = {"train": {"inject": [INJECT], "check_replicas": 3}, "checkpoint": {"every": 2}}
     config = write_config(tmp_path, sections)
     ranks = run(["train", config, "--parallel.zero=1"], 2, code=4)
@@ -149,8 +151,17 @@ def test_a_run_ends_before_it_saves_a_damaged_copy(tmp_path: Path) -> None:
         "penteract: after step 4 copies that must be equal to the bit are not: weight "
         in (ranks.err[0])
     )
-    assert newest(tmp_path / "run").name == "step-00000002"
-    run(["train", config, "--train.inject=[]"], 2)
+    checkpoints = tmp_path / "run/checkpoints"
+    assert [number for number, _ in steps(checkpoints)] == [2, 4]
+    (fault,) = verify(checkpoints / "step-00000004")
+    assert "copies were not equal when it was saved: weight " in fault
+    # It can be had, by its name.
+    words = [f"--checkpoint.load={checkpoints}/step-00000004", "--checkpoint.load_state=true"]
+    ranks = run(["train", config, "--train.inject=[]", *words, f"--log.dir={tmp_path}/x"], 2)
+    assert "its step 4" in ranks.err[0]
+    ranks = run(["train", config, "--train.inject=[]"], 2)
+    assert "step 4 is damaged: " in ranks.err[0]
+    assert "at step 2 of 6" in ranks.err[0]
     assert len(curve(tmp_path / "run")) == 6
 
 

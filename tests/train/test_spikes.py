@@ -15,6 +15,7 @@ from runs import Ranks, assert_same_state, curve, metrics, newest, run, tensors,
 
 from penteract import cli
 from penteract.checkpoint import steps as steps_module
+from penteract.checkpoint.commit import Renames
 from penteract.checkpoint.examine import reading
 from penteract.checkpoint.io import latest_good, read_manifest
 from penteract.config import ConfigError
@@ -121,9 +122,9 @@ def killed_at(owner: Any, name: str, *, after: bool, calls: int = 1) -> Callable
 MOMENTS: list[tuple[Any, str, bool, int]] = [
     (spikes_module, "go_back", False, 1),
     (spikes_module, "go_back", True, 1),
-    (steps_module, "_remove", True, 1),
+    (Renames, "remove", True, 1),
     (Run, "update", False, 22),
-    (steps_module, "_point", False, 10),
+    (Renames, "replace", False, 10),
 ]
 
 
