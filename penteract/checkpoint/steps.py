@@ -179,8 +179,8 @@ def go_back(path: Place, state: Mapping[str, Any], *, files: Storage | None = No
     steps was set aside.
 
     Those are removed, the newest first, or where one is pinned or being read renamed to
-    `rewound-…`, which counts as no step (who reads one finds its files gone). At every moment the newest step is a whole one of before
-    or after. Only the holder of the lock may call this.
+    `rewound-…`, which counts as no step; who reads one finds its files gone. At every moment the
+    newest step is a whole one of before or after. Only the holder of the lock may call this.
     """
     directory, nonce = path.parent, secrets.token_hex(4)
     protocol, manifest = protocol_of(directory, files), read_manifest(path)
