@@ -477,6 +477,7 @@ def test_under_fake_tensors_with_a_fake_process_group() -> None:
     )
 
 
+@pytest.mark.slow
 # The compiler looks at the gradients of every tensor that it resumes with.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_gradients_are_right_under_torch_compile() -> None:

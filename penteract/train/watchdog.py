@@ -74,7 +74,9 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._found.is_set():  # what fails since then follows from that
+        # Where it has found a hang, what fails since then follows from that. Otherwise it is ended
+        # now: a thread that wakes while the interpreter ends can take the process with it.
+        if self._thread.is_alive():
             self._thread.join()
 
     def _watch(self) -> None:

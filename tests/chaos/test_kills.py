@@ -95,7 +95,7 @@ def disturb(
     assert left == {".lock", "latest", f"step-{steps - 2:08d}", f"step-{steps:08d}"}
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_kills(tmp_path: Path, asynchronous: bool) -> None:
     disturb(tmp_path, kills=2, ranks=2, steps=12, seed=1, asynchronous=asynchronous)
 

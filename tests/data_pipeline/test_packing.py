@@ -84,7 +84,7 @@ def test_the_end_token_inside_a_text_ends_nothing(tmp_path: Path) -> None:
     assert samples.weights.tolist() == [[1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 1, 1]]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 7))
 def test_any_documents(
     tmp_path_factory: pytest.TempPathFactory, documents: list[int], seq: int

@@ -93,7 +93,7 @@ def test_rows_by_example(tmp_path: Path) -> None:
 masks = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(masks, min_size=1, max_size=15), st.integers(2, 9))
 def test_any_conversations(
     tmp_path_factory: pytest.TempPathFactory, conversations: Conversations, seq: int

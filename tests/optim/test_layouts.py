@@ -52,7 +52,7 @@ def train(chosen: list[Cell]) -> list[Outcome]:
     ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_gives_what_the_formulas_give(world: int) -> None:
     chosen = cells(world)
     by_rank = run_ranks(train, world, chosen) if world > 1 else [train(chosen)]

@@ -216,6 +216,7 @@ def losses(configs: list[Config]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_training_is_the_same_in_every_layout() -> None:
     """Gradients that differ in float64's last digits are rounded to the same neighbours."""
     layouts = [{"zero": 0}, {"zero": 3}, {"tp": 2}, {"tp": 2, "sp": True}]

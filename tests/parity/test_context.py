@@ -26,11 +26,13 @@ PRODUCT = math.prod(len(CONTEXT[name]) for name in CONTEXT_CROSSED)
 QUICK: Factors = {**CONTEXT, "model": ("llama", "sinks", "capped", "gpt2"), "optimizer": ("adamw",)}
 
 
-def test_pairwise_sample(tmp_path: Path) -> None:
-    chosen = sampled(QUICK, 4)
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_pairwise_sample(half: int, tmp_path: Path) -> None:
+    chosen = sampled(QUICK, 4)[half::2]
     check(chosen, rotated(chosen, 1), tmp_path)
 
 
+@pytest.mark.slow
 def test_scores_are_dropped_alike_by_every_exchange(tmp_path: Path) -> None:
     """By their head and places in the micro-batch, over tp and in recomputation too."""
     cell = Cell(

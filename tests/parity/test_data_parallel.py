@@ -39,7 +39,9 @@ def check_cell(cell: Cell, parts: list[Part]) -> None:
     assert parts[0].gradient_messages == expected, cell
 
 
-@pytest.mark.parametrize("dp", DATA_PARALLEL["dp"])
+@pytest.mark.parametrize(
+    "dp", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in DATA_PARALLEL["dp"] if n != 2)]
+)
 def test_pairwise_sample(dp: int) -> None:
     check(dp, pairwise(DATA_PARALLEL))
 

@@ -68,7 +68,10 @@ def swapped(cell: Cell) -> tuple[tuple[Any, Any], int, int]:
     return (on, off), *swaps
 
 
-@pytest.mark.parametrize("layout", PAIRS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (i > 0)) for i, name in enumerate(PAIRS)],
+)
 def test_of_pairs_that_take_turns(layout: str) -> None:
     cell = dataclasses.replace(PAIRED, **PAIRS[layout])
     ranks = run_ranks(swapped, cell.world, cell)

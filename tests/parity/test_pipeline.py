@@ -28,8 +28,9 @@ QUICK: Factors = {
 }
 
 
-def test_pairwise_sample(tmp_path: Path) -> None:
-    chosen = sampled(QUICK, 4)
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_pairwise_sample(half: int, tmp_path: Path) -> None:
+    chosen = sampled(QUICK, 4)[half::2]
     check(chosen, rotated(chosen, 1), tmp_path)
 
 

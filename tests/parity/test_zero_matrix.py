@@ -41,8 +41,9 @@ def refused_cells() -> Iterator[Cell]:
             yield cell_of(chosen)
 
 
-def test_pairwise_sample(tmp_path: Path) -> None:
-    chosen = sampled(ZERO, 4)
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_pairwise_sample(half: int, tmp_path: Path) -> None:
+    chosen = sampled(ZERO, 4)[half::2]
     check(chosen, rotated(chosen, 1), tmp_path)
 
 

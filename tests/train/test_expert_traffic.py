@@ -153,7 +153,7 @@ def routes(config: Config, grid: Grid, rank: int, ranks: list[Counted]) -> dict[
     }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_sends_what_the_formula_says(world: int) -> None:
     rows = [row for n, *row in TABLE if n == world]
     configs = [config_of(*row) for row in rows]

@@ -209,7 +209,18 @@ def gradients(kind: str, world: int, layouts: list[dict[str, Any]], micro_batch:
     ]
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "aux",
+        "z",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in LOSSES
+            if kind not in ("aux", "z")
+        ),
+    ],
+)
 def test_the_strength_of_an_auxiliary_loss_is_that_of_one_process(kind: str) -> None:
     """Its gradient alone: in every layout, and with micro-batches of other sizes but for aux."""
     (wanted,) = gradients(kind, 1, [{}], 2)

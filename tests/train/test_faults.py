@@ -133,7 +133,10 @@ def test_a_full_disk_stops_all_and_leaves_no_half(tmp_path: Path, config: Path) 
     assert latest_good(folder, hashes=True) is not None or not list(folder.glob("step-*"))
 
 
-@pytest.mark.parametrize("operation", ["create", "write", "sync", "rename"])
+@pytest.mark.parametrize(
+    "operation",
+    ["rename", *(pytest.param(o, marks=pytest.mark.slow) for o in ("create", "write", "sync"))],
+)
 def test_a_save_that_is_killed_keeps_the_step_before(
     tmp_path: Path, config: Path, operation: str
 ) -> None:

@@ -1,6 +1,6 @@
 """Real launched ranks (`--nproc`, torchrun): what only whole processes can show.
 
-A start of two real ranks takes ten seconds of a core, so the fast set has two of these; the same
+A start of two real ranks takes ten seconds of a core, so the fast set has one of these; the same
 cases on forked ranks stand in `test_signals` and `test_faults`.
 """
 
@@ -92,6 +92,7 @@ def test_a_signal_to_the_launcher_saves_and_stops(tmp_path: Path, launched: list
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(tmp_path / "forked"), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_rank(tmp_path: Path, launched: list[Launched]) -> None:
     config = write_config(tmp_path, LONG)
     launched.append(one := Launched(tmp_path, "train", config, "--nproc", 2))

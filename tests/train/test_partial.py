@@ -96,7 +96,7 @@ def started(folder: Path, words: list[str], n: int = 1, code: int = 0, **section
         (1, [], "float64"),
         (2, ["--parallel.tp=2"], "bfloat16"),
         (2, ["--parallel.pp=2"], "float64"),
-        (2, ["--parallel.zero=3"], "bfloat16"),
+        pytest.param(2, ["--parallel.zero=3"], "bfloat16", marks=pytest.mark.slow),
     ],
     ids=["one", "tp", "pp", "zero"],
 )
@@ -129,7 +129,9 @@ def test_only_what_matches_is_loaded(
             assert loaded or "norm" in name or not torch.equal(x, saved[name])
 
 
-@pytest.mark.parametrize(("n", "layout"), [(1, []), (2, ["--parallel.pp=2"])])
+@pytest.mark.parametrize(
+    ("n", "layout"), [(1, []), pytest.param(2, ["--parallel.pp=2"], marks=pytest.mark.slow)]
+)
 def test_what_may_be_missing(
     tmp_path: Path, trained: dict[str, Path], n: int, layout: list[str]
 ) -> None:

@@ -91,7 +91,13 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 # --- float16
 
 
-@pytest.mark.parametrize("optim", [{}, {"name": "sgd", "lr": 0.3}], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        pytest.param({}, id="adamw", marks=pytest.mark.slow),
+        pytest.param({"name": "sgd", "lr": 0.3}, id="sgd"),
+    ],
+)
 def test_float16_trains_as_float32_does_in_every_layout(optim: dict[str, Any]) -> None:
     """Under SGD a factor in the gradient would show; AdamW's updates hide it."""
 

@@ -114,7 +114,7 @@ def counted(config: Config) -> tuple[dict[str, Calls], dict[str, Calls]]:
     return {name: t.calls for name, t in axes}, {name: t.bytes for name, t in axes}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_sends_what_the_formula_says(world: int) -> None:
     rows = [(name, special) for n, name, special in TABLE if n == world]
     configs = [config_of(*row) for row in rows]

@@ -87,7 +87,10 @@ def upcycled(
     return found
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=lambda model: model["family"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(LLAMA, id="llama"), pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow)],
+)
 def test_the_first_loss_is_the_dense_models_in_every_layout(
     tmp_path: Path, model: dict[str, Any]
 ) -> None:

@@ -180,6 +180,7 @@ def replicated(drawn: Drawn) -> bool:
     return drawn.layout.grid.dp == 2 and drawn.config.model.layers > 1
 
 
+@pytest.mark.slow
 def test_fuzzing_writes_the_smallest_failing_pair_and_how_to_repeat_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

@@ -75,6 +75,7 @@ def drops(backend: Backend) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_page_says_what_is_supported() -> None:
     with warnings.catch_warnings():  # FlexAttention is not compiled on a CPU, and says so
         warnings.simplefilter("ignore")
