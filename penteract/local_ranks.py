@@ -99,11 +99,13 @@ def _run(nproc: int, words: Sequence[str], stop: _Stop) -> int:
         hangs = _hangs(Path(folder))
     # A rank listens for signals from its first moments on; what dies before has nothing to save.
     early = {-stop.number, -signal.SIGTERM} if stop.number else set()
-    if all(failure.exitcode in early for failure in failures.values()):
-        return 0
+    if stop.number == signal.SIGINT:
+        early.add(130)  # while it imports: `cli.main` answers a KeyboardInterrupt so
     if stop.end_reason:
         _say(stop.end_reason)
         return 1
+    if all(failure.exitcode in early for failure in failures.values()):
+        return 0
     if hangs and any(failure.exitcode == 3 for failure in failures.values()):
         _say("\n".join(text.partition("\n")[0] for text in hangs))
         _say(f"the one that was silent first:\n{hangs[0].rstrip()}")
