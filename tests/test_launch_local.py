@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from penteract import local_ranks
 from penteract.launch import LAUNCHER_PID
 from penteract.local_ranks import Restarts, start_local
 
@@ -347,3 +348,15 @@ def test_a_signal_ends_the_restarts_too(launcher: Launcher, tmp_path: Path) -> N
     os.kill(launcher.pid, signal.SIGTERM)
     assert launcher.code() == 1
     assert "again" not in launcher.stderr()
+
+
+def test_progress_is_asked_for_only_where_a_restart_may_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store that cannot be asked just then must not end the launcher otherwise."""
+
+    def refuse() -> int | None:
+        raise AssertionError("nobody needs it")
+
+    monkeypatch.setattr(local_ranks, "_run", lambda *_: 1)
+    assert start_local(1, [], restarts=Restarts(0, refuse)) == 1

@@ -47,7 +47,6 @@ def train(
     assert config.checkpoint.dir is not None
     checkpoints, rank0 = place(config.checkpoint.dir), mesh.rank == 0
     world = mesh.axis("world")
-    steps, every = config.train.steps, config.checkpoint.every
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest(config.train.max_minutes))
         stack.callback(task.close)
@@ -68,36 +67,46 @@ def train(
         saved = None if found is None else run.step
         saver = Saver(run, checkpoints, metrics.say, saved=saved, held=held)
         stack.enter_context(saver)
-        rewinds = Rewinds(run, saver, checkpoints, metrics.say)
-        replicas = Replicas(run)
-        evaluate_every = config.train.eval_every or steps
-        first = run.step + 1
-        while run.step < steps and not stop.agreed(world, device):
-            line = run.update() | saver.pause() | run.pace.line(run.step)
-            metrics.step(line | rewinds.look())
-            if run.reported:
-                metrics.say(run.reported.said())
-            if rewinds.go_back():
-                replicas.checked = run.step
-                continue
-            saver.look()
-            if rows := traced(run):
-                _write_trace(run, rows, metrics)
-            if run.step == first and (names := unreached(run)):
-                metrics.say(f"warning: no loss reaches {', '.join(names)}: they do not learn")
-            last = run.step == steps
-            saving = last or (every > 0 and run.step % every == 0)
-            replicas.look(saving=saving)
-            if task.validation and (last or run.step % evaluate_every == 0):
-                if not last and stop.agreed(world, device):
-                    break
-                metrics.evaluation(run.step, run.evaluate())
-            if saving and not last:
-                saver.save()
-        replicas.look(saving=True)
-        saver.finish()
-        if run.step < steps:
-            metrics.say(f"stopped at step {run.step} of {steps} ({stop.reason or 'another rank'})")
+        _make_steps(run, saver, metrics, stop, checkpoints)
+        if run.step < config.train.steps:
+            why = stop.reason or "another rank"
+            metrics.say(f"stopped at step {run.step} of {config.train.steps} ({why})")
+
+
+def _make_steps(
+    run: Run, saver: Saver, metrics: Metrics, stop: StopRequest, directory: Place
+) -> None:
+    """Update, evaluate and save up to the last step, or until a rank wants to stop."""
+    task, world, device = run.task, run.mesh.axis("world"), run.device
+    steps, every = run.config.train.steps, run.config.checkpoint.every
+    evaluate_every = run.config.train.eval_every or steps
+    rewinds = Rewinds(run, saver, directory, metrics.say)
+    replicas = Replicas(run)
+    first = run.step + 1
+    while run.step < steps and not stop.agreed(world, device):
+        line = run.update() | saver.pause() | run.pace.line(run.step)
+        metrics.step(line | rewinds.look())
+        if run.reported:
+            metrics.say(run.reported.said())
+        if rewinds.go_back():
+            replicas.checked = run.step
+            continue
+        saver.look()
+        if rows := traced(run):
+            _write_trace(run, rows, metrics)
+        if run.step == first and (names := unreached(run)):
+            metrics.say(f"warning: no loss reaches {', '.join(names)}: they do not learn")
+        last = run.step == steps
+        saving = last or (every > 0 and run.step % every == 0)
+        replicas.look(saving=saving)
+        if task.validation and (last or run.step % evaluate_every == 0):
+            if not last and stop.agreed(world, device):
+                break
+            metrics.evaluation(run.step, run.evaluate())
+        if saving and not last:
+            saver.save()
+    replicas.look(saving=True)
+    saver.finish()
 
 
 def _print(text: str, **facts: float) -> None:

@@ -249,6 +249,31 @@ def full_at(rank: int, step: int) -> Callable[[int], None]:
     return prepare
 
 
+def test_a_read_only_directory_is_said_before_anything_is_written(
+    tmp_path: Path, config: Path
+) -> None:
+    """It becomes so while the run goes: step 2 is saved, step 4 is not."""
+
+    def prepare(rank: int) -> None:
+        real = Files.make_directory
+
+        def make_directory(self: Files, path: Path) -> None:
+            if "step-00000004" in str(path):
+                raise OSError(30, "Read-only file system", str(path))
+            real(self, path)
+
+        Files.make_directory = make_directory  # type: ignore[method-assign]
+
+    ranks = run(["train", config, "--checkpoint.on_error=go_on"], 2, prepare=prepare)
+    assert "cannot save (Read-only file system)" in ranks.err[0]
+    assert "going on, the newest on the disk is step 2" in ranks.err[0]
+    ranks = run(["train", config, f"--log.dir={tmp_path}/other"], 2, code=1, prepare=prepare)
+    for said in ranks.err:
+        assert "cannot save (Read-only file system)" in said
+        assert "Traceback" not in said
+    assert newest(tmp_path / "other").name == "step-00000002"
+
+
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_may_go_on_after_a_save_that_failed(
